@@ -1,0 +1,387 @@
+"""Every setting of the engine and of its server, read once at the edge and checked together.
+
+Names are vLLM's where vLLM has one; a field says its unit in its name where it has one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from mural_resolvers.errors import MalformedName
+from mural_resolvers.names import validate_admin_name
+
+__all__ = [
+    "AuthMode",
+    "DType",
+    "EngineSettings",
+    "LoRAModule",
+    "ServerSettings",
+    "SettingsError",
+    "is_loopback",
+]
+
+MiB = 1 << 20
+GiB = 1 << 30
+
+DType = Literal["auto", "float32", "bfloat16"]
+AuthMode = Literal["keys", "open"]
+OpsBackend = Literal["auto", "reference", "packed"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+# Where a CPU multiplies bfloat16 itself; elsewhere it is emulated and slower than float32.
+BF16_CPU_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+
+KV_SHARE = 0.25
+KV_MIN_BYTES = 64 * MiB
+KV_MAX_BYTES = 4 * GiB
+ADAPTER_SHARE = 0.10
+ADAPTER_MIN_BYTES = 64 * MiB
+ADAPTER_MAX_BYTES = 4 * GiB
+MAX_LORA_RANK_LIMIT = 512
+
+
+class SettingsError(ValueError):
+    """Settings that cannot work together; the sentence says what to change."""
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine core is started with. ``None`` means: chosen at start and logged."""
+
+    model: str
+    """A Hugging Face directory or a .gguf file."""
+    dtype: DType = "auto"
+    """auto: bfloat16 where the CPU multiplies it natively (avx512_bf16, amx), else float32."""
+    max_model_len: int | None = None
+    """Prompt and output tokens of one sequence; None: the model's own, if the KV memory holds it,
+    else what it holds."""
+    max_num_seqs: int = 16
+    """Sequences in one step."""
+    max_num_batched_tokens: int = 256
+    """Tokens (prompt and decode rows) in one step: larger means faster prefill, longer stalls."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    kv_cache_memory_bytes: int | None = None
+    """None: a quarter of the memory free after the base is loaded, 64 MiB to 4 GiB."""
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    cpu_threads: int | None = None
+    """None: every core this process may run on."""
+    enable_lora: bool = True
+    max_loras: int = 8
+    """Slots: distinct adapters in one step."""
+    max_cpu_loras: int = 64
+    """Adapters registered in host memory, those in slots included."""
+    max_cpu_lora_bytes: int | None = None
+    """Host bytes of registered adapters; None: a tenth of free memory, 64 MiB to 4 GiB."""
+    max_lora_rank: int = 64
+    lora_target_modules: tuple[str, ...] | None = None
+    """Suffixes of modules that adapters may target; None: every module that can take one."""
+    allow_bin_adapters: bool = False
+    """Read adapter_model.bin (a pickle, weights_only) where there is no safetensors file."""
+    loader_nice: int = 10
+    """Niceness of the threads that load adapters, so that a load does not slow the steps."""
+    adapter_quantum_tokens: int = 16
+    """Tokens each sequence of an adapter may generate while another adapter waits for the slot."""
+    seed: int | None = None
+    """Noise of requests that name no seed; None: different at every start."""
+    ops: OpsBackend = "auto"
+
+    def validate(self) -> None:
+        """Raise `SettingsError` for the first value or combination that cannot work."""
+        for ok, message in (*self._value_rules(), *self._batch_rules(), *self._lora_rules()):
+            if not ok:
+                raise SettingsError(message)
+
+    def _value_rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (
+                bool(self.model),
+                "No model was given: name a Hugging Face directory or a .gguf file.",
+            ),
+            (
+                self.max_model_len is None or self.max_model_len >= 2,
+                f"max_model_len is {self.max_model_len}: set it to 2 or more, since a prompt token "
+                "and an output token need a place each.",
+            ),
+            (
+                self.max_num_seqs >= 1,
+                f"max_num_seqs is {self.max_num_seqs}: set it to 1 or more.",
+            ),
+            (
+                4 <= self.block_size <= 256 and self.block_size & (self.block_size - 1) == 0,
+                f"block_size is {self.block_size}: set it to a power of two from 4 to 256.",
+            ),
+            (
+                self.kv_cache_memory_bytes is None or self.kv_cache_memory_bytes > 0,
+                f"kv_cache_memory_bytes is {self.kv_cache_memory_bytes}: set it above 0, or leave "
+                "it out to use a quarter of the free memory.",
+            ),
+            (
+                self.cpu_threads is None or 1 <= self.cpu_threads <= 1024,
+                f"cpu_threads is {self.cpu_threads}: set it from 1 to 1024, or leave it out to use "
+                "every core.",
+            ),
+            (
+                0 <= self.loader_nice <= 19,
+                f"loader_nice is {self.loader_nice}: set it from 0 to 19.",
+            ),
+            (
+                self.seed is None or 0 <= self.seed < 1 << 63,
+                f"seed is {self.seed}: set it from 0 to 2**63 - 1.",
+            ),
+        )
+
+    def _batch_rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (
+                self.max_num_batched_tokens >= self.max_num_seqs,
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
+                f"({self.max_num_seqs}), so a step could not hold one token of each sequence: "
+                "raise the first or lower the second.",
+            ),
+            (
+                self.enable_chunked_prefill
+                or self.max_model_len is None
+                or self.max_num_batched_tokens >= self.max_model_len,
+                f"Without chunked prefill a whole prompt must fit in one step, but "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_model_len "
+                f"({self.max_model_len}): raise the first, lower the second, or leave chunked "
+                "prefill on.",
+            ),
+        )
+
+    def _lora_rules(self) -> tuple[tuple[bool, str], ...]:
+        if not self.enable_lora:
+            return ()
+        return (
+            (
+                1 <= self.max_loras <= 1024,
+                f"max_loras is {self.max_loras}: set it from 1 to 1024, or turn adapters off with "
+                "--no-enable-lora.",
+            ),
+            (
+                self.max_cpu_loras >= self.max_loras,
+                f"max_cpu_loras ({self.max_cpu_loras}) is below max_loras ({self.max_loras}), but "
+                "every adapter in a slot is also kept in host memory: raise the first or lower "
+                "the second.",
+            ),
+            (
+                self.max_cpu_lora_bytes is None or self.max_cpu_lora_bytes > 0,
+                f"max_cpu_lora_bytes is {self.max_cpu_lora_bytes}: set it above 0, or leave it "
+                "out to use a tenth of the free memory.",
+            ),
+            (
+                1 <= self.max_lora_rank <= MAX_LORA_RANK_LIMIT,
+                f"max_lora_rank is {self.max_lora_rank}: set it from 1 to {MAX_LORA_RANK_LIMIT}.",
+            ),
+            (
+                self.lora_target_modules is None
+                or (len(self.lora_target_modules) > 0 and all(self.lora_target_modules)),
+                "lora_target_modules is empty, so no adapter could match: name at least one "
+                "module, or leave it out to allow every module.",
+            ),
+            (
+                self.adapter_quantum_tokens >= 1,
+                f"adapter_quantum_tokens is {self.adapter_quantum_tokens}: set it to 1 or more.",
+            ),
+        )
+
+    def resolved_dtype(self, cpu_flags: frozenset[str]) -> Literal["float32", "bfloat16"]:
+        """What ``dtype`` means on a CPU with these flags."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if cpu_flags & BF16_CPU_FLAGS else "float32"
+
+    def resolved_kv_bytes(self, free_bytes: int) -> int:
+        """KV memory, given what is free after the base was loaded."""
+        if self.kv_cache_memory_bytes is not None:
+            return self.kv_cache_memory_bytes
+        return min(max(int(free_bytes * KV_SHARE), KV_MIN_BYTES), KV_MAX_BYTES)
+
+    def resolved_cpu_lora_bytes(self, free_bytes: int) -> int:
+        """Host memory for registered adapters, given what is free after the base was loaded."""
+        if self.max_cpu_lora_bytes is not None:
+            return self.max_cpu_lora_bytes
+        return min(max(int(free_bytes * ADAPTER_SHARE), ADAPTER_MIN_BYTES), ADAPTER_MAX_BYTES)
+
+
+class LoRAModule(msgspec.Struct, frozen=True):
+    """One ``--lora-modules name=path``."""
+
+    name: str
+    path: str
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API process is started with."""
+
+    host: str | None = None
+    """None: every interface, except loopback under ``auth="open"``."""
+    port: int = 8000
+    control_host: str = "127.0.0.1"
+    control_port: int | None = 8001
+    """None: no control API."""
+    control_token: str | None = None
+    """None: the control API is open, which is allowed on loopback only."""
+    served_model_name: tuple[str, ...] = ()
+    """The base's names, the first being the main one; empty: the model's folder or file name."""
+    lora_modules: tuple[LoRAModule, ...] = ()
+    adapter_dir: str | None = None
+    """Root of ``tenant/adapter/version/`` folders."""
+    allowed_adapter_path: tuple[str, ...] = ()
+    """Folders beside ``adapter_dir`` from which the load endpoint may take an adapter."""
+    auth: AuthMode | None = None
+    """None: keys when a key is configured, else open."""
+    api_key: tuple[str, ...] = ()
+    """Admin keys."""
+    key_file: str | None = None
+    allow_runtime_lora_updating: bool = False
+    adapter_wait_s: float = 30.0
+    queue_wait_s: float = 300.0
+    max_queued_requests: int = 1024
+    shutdown_grace_s: float = 30.0
+    max_body_bytes: int = 8 * MiB
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    log_level: LogLevel = "info"
+    chat_template: str | None = None
+    """A template file for the base, in place of the tokenizer's own."""
+    response_role: str = "assistant"
+    generation_config: Literal["auto", "none"] = "auto"
+    """auto: the model's generation_config.json gives the sampling defaults."""
+    metrics_adapters: int = 50
+    """Adapters with a label of their own in the per-adapter counters; the rest are ``other``."""
+
+    @property
+    def resolved_auth(self) -> AuthMode:
+        if self.auth is not None:
+            return self.auth
+        return "keys" if self.api_key or self.key_file else "open"
+
+    @property
+    def resolved_host(self) -> str:
+        if self.host is not None:
+            return self.host
+        return "127.0.0.1" if self.resolved_auth == "open" else "0.0.0.0"
+
+    def validate(self) -> None:
+        """Raise `SettingsError` for the first value or combination that cannot work."""
+        for ok, message in (*self._network_rules(), *self._auth_rules(), *self._bound_rules()):
+            if not ok:
+                raise SettingsError(message)
+        self._check_names()
+
+    def _network_rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (
+                0 <= self.port <= 65535,
+                f"port is {self.port}: set it from 0 (any free one) to 65535.",
+            ),
+            (
+                self.control_port is None or 0 <= self.control_port <= 65535,
+                f"control_port is {self.control_port}: set it from 0 (any free one) to 65535.",
+            ),
+            (
+                self.control_port in (None, 0) or self.control_port != self.port,
+                f"The control API needs a port of its own, but both are {self.port}: change "
+                "--port or --control-port.",
+            ),
+            (
+                self.control_port is None
+                or is_loopback(self.control_host)
+                or bool(self.control_token),
+                f"The control API would be open to the network on {self.control_host}: give it a "
+                "token with --control-token-file or MURAL_CONTROL_TOKEN, or bind it to 127.0.0.1.",
+            ),
+            (
+                (self.ssl_certfile is None) == (self.ssl_keyfile is None),
+                "TLS needs both --ssl-certfile and --ssl-keyfile.",
+            ),
+            *(
+                (path is None or Path(path).is_file(), f"{flag}: there is no file {path}.")
+                for flag, path in (
+                    ("--ssl-certfile", self.ssl_certfile),
+                    ("--ssl-keyfile", self.ssl_keyfile),
+                    ("--chat-template", self.chat_template),
+                    ("--key-file", self.key_file),
+                )
+            ),
+        )
+
+    def _auth_rules(self) -> tuple[tuple[bool, str], ...]:
+        has_keys = bool(self.api_key or self.key_file)
+        return (
+            (
+                self.auth != "keys" or has_keys,
+                "--auth keys needs keys: give --key-file or --api-key.",
+            ),
+            (
+                self.auth != "open" or not has_keys,
+                "--auth open ignores keys: leave out --key-file and --api-key, or use "
+                "--auth keys.",
+            ),
+            (
+                all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key),
+                "An API key has at least 8 printable ASCII characters.",
+            ),
+        )
+
+    def _bound_rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            *(
+                (value > 0, f"{name} is {value}: set it above 0.")
+                for name, value in (
+                    ("adapter_wait_s", self.adapter_wait_s),
+                    ("queue_wait_s", self.queue_wait_s),
+                    ("max_queued_requests", self.max_queued_requests),
+                    ("max_body_bytes", self.max_body_bytes),
+                )
+            ),
+            *(
+                (value >= 0, f"{name} is {value}: set it to 0 or more.")
+                for name, value in (
+                    ("shutdown_grace_s", self.shutdown_grace_s),
+                    ("metrics_adapters", self.metrics_adapters),
+                )
+            ),
+            *(
+                (Path(folder).is_dir(), f"{flag}: there is no folder {folder}.")
+                for flag, folders in (
+                    ("--adapter-dir", (self.adapter_dir,) if self.adapter_dir else ()),
+                    ("--allowed-adapter-path", self.allowed_adapter_path),
+                )
+                for folder in folders
+            ),
+        )
+
+    def _check_names(self) -> None:
+        for name in self.served_model_name:
+            if not name or len(name) > 256 or not name.isprintable():
+                raise SettingsError(
+                    "--served-model-name takes names of 1 to 256 printable characters."
+                )
+        taken = set(self.served_model_name)
+        for module in self.lora_modules:
+            try:
+                validate_admin_name(module.name)
+            except MalformedName as error:
+                raise SettingsError(f"--lora-modules: {error.message}") from None
+            if module.name in taken:
+                raise SettingsError(
+                    f"--lora-modules: the name {module.name} is taken twice: rename one of them."
+                )
+            taken.add(module.name)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can reach a socket bound to ``host``."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
