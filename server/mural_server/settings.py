@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-
 from mural_resolvers.errors import MalformedName
 from mural_resolvers.names import validate_admin_name
 
@@ -321,8 +320,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             ),
             (
                 self.auth != "open" or not has_keys,
-                "--auth open ignores keys: leave out --key-file and --api-key, or use "
-                "--auth keys.",
+                "--auth open ignores keys: leave out --key-file and --api-key, or use --auth keys.",
             ),
             (
                 all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key),
