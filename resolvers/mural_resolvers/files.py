@@ -1,0 +1,50 @@
+"""Opening files of a folder that somebody else may have filled."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from mural_resolvers.errors import TooLarge, UnusableAdapter, quoted
+
+__all__ = ["contained", "open_regular", "read_bounded"]
+
+
+def contained(path: Path, within: Path) -> Path:
+    """Give the real path of ``path``; raise ``UnusableAdapter`` if it leads out of ``within``.
+
+    Symbolic links are followed on both sides, so that a link is judged by where it ends.
+    """
+    real, real_within = Path(os.path.realpath(path)), Path(os.path.realpath(within))
+    if not real.is_relative_to(real_within):
+        raise UnusableAdapter(f"{quoted(path.name)} leads out of its folder.")
+    return real
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; raise ``UnusableAdapter`` for anything else.
+
+    Never waits (a FIFO without a writer) and does not follow a link in the last place, so the
+    caller passes a path that ``contained`` has resolved.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnusableAdapter(
+            f"{quoted(path.name)} cannot be read: {error.strerror or 'refused'}."
+        ) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnusableAdapter(f"{quoted(path.name)} is not a regular file.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Read a whole regular file; raise ``TooLarge`` above ``max_bytes``, ``UnusableAdapter``."""
+    with open_regular(path) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise TooLarge(f"{quoted(path.name)} is larger than {max_bytes} bytes.")
+    return data
