@@ -32,34 +32,36 @@ class PackedLinear:
 
 
 @dataclass(frozen=True, slots=True)
-class LoRARun:
-    """Rows of one adapter that lie side by side in the batch."""
+class LoRAGroup:
+    """Rows ``[start, end)`` that are multiplied with rank rows ``[lo, hi)`` in one go.
+
+    A long run of one adapter's rows (a prefill chunk) is a group with that adapter's rank rows
+    and no mask; the short ones (decodes) share a group over their adapters' rank rows, in which
+    the mask hides from each row what is not its own.
+    """
 
     start: int
     end: int
-    slot: int
+    lo: int
+    hi: int
+    mask: torch.Tensor | None
+    """bool [end - start, hi - lo], True where a row must NOT see a rank row; None: all see all."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoRABatch:
-    """Which rows of an operand belong to which adapter, in the form the operators want.
+    """Which rows of an operand belong to which adapter; made by `build_lora_batch`.
 
-    Every layer's stack gives slot ``s`` the same rows ``rank_start[s] : rank_start[s] + rank[s]``,
-    so one mask serves all layers of a step.
+    Every layer's stack gives slot ``s`` the same rank rows, so one object serves all layers of
+    a step. Rank rows that no slot owns may hold anything, NaN included: no group covers them.
     """
 
-    runs: tuple[LoRARun, ...]
-    """Long runs (prefill chunks), each multiplied with its own adapter's pair."""
-    mixed_end: int
-    """Rows ``[0, mixed_end)`` are computed together by concatenated ranks; runs lie behind."""
-    span: tuple[int, int]
-    """Rank rows ``[lo, hi)`` of the stacks that the mixed rows' adapters take up."""
-    mask: torch.Tensor | None
-    """bool [mixed_end, hi - lo], True where a row must NOT see a rank row; None: all may."""
+    groups: tuple[LoRAGroup, ...]
+    """Empty: no row has an adapter. Each row's own rank rows are in exactly one of its groups."""
     rank_rows: tuple[tuple[int, int], ...]
     """Per slot the rank rows ``(start, end)``; (0, 0) for an empty slot."""
     row_slots: torch.Tensor
-    """int64 [rows], the slot of each row or -1: what the reference goes by."""
+    """int64 [rows], the slot of each row or -1."""
 
 
 class Ops(ABC):
@@ -79,7 +81,11 @@ class Ops(ABC):
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Root-mean-square norm over the last axis, times ``weight``; any leading shape."""
+        """Root-mean-square norm over the last axis, times ``weight``; any leading shape.
+
+        ``weight`` may be wider than ``x`` (Gemma's ``1 + w`` in float32); the result has
+        ``x``'s dtype.
+        """
 
     @abstractmethod
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -97,7 +103,11 @@ class Ops(ABC):
     def write_kv(
         self, kv: KVLayer, keys: torch.Tensor, values: torch.Tensor, kv_slots: torch.Tensor
     ) -> None:
-        """Store ``keys`` and ``values`` [rows, kv heads, head_dim] at ``kv_slots`` [rows]."""
+        """Store ``keys`` and ``values`` [rows, kv heads, head_dim] at ``kv_slots`` [rows].
+
+        A block whose first token is written is cleared first: what an earlier owner left there
+        (NaN, at worst) must not reach a later one even multiplied by zero.
+        """
 
     @abstractmethod
     def attention(
@@ -120,8 +130,9 @@ class Ops(ABC):
         """Shrink and expand: add each row's own adapter to ``y`` in place.
 
         ``y`` [rows, sum of out], ``x`` [rows, in]; ``a`` [slices, rank rows, in];
-        ``b[i]`` [rank rows, out of slice i] with the scale folded in. Rows of slot -1 are
-        left bit for bit as they are.
+        ``b[i]`` [rank rows, out of slice i] with the scale folded in. ``a`` and ``b`` are finite
+        in every rank row that a slot owns. Rows of slot -1 keep their values (+0.0 may be added
+        to them). ``x``, ``a``, ``b`` and ``y`` have one dtype.
         """
 
     @abstractmethod

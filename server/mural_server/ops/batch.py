@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -23,7 +24,11 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Rows ``[0, num_decodes)`` are one token each of a running sequence; the chunks follow."""
+    """Rows ``[0, num_decodes)`` are one token each of a running sequence; the chunks follow.
+
+    One object a step, handed to every layer. Its tensors are not changed after it is made:
+    backends keep what they derive from it in ``plans``.
+    """
 
     kv_slots: torch.Tensor
     """int64 [rows]; block * block_size + offset at which each row's key and value are written."""
@@ -33,6 +38,10 @@ class AttentionBatch:
     decode_lengths: torch.Tensor
     """int64 [num_decodes]; tokens to attend to, the row's own included."""
     prefills: tuple[PrefillChunk, ...]
+    plans: dict[Hashable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """A backend's own index tensors and masks for this step, made in the first layer."""
 
     @property
     def num_rows(self) -> int:
@@ -54,7 +63,10 @@ class AttentionSpec(NamedTuple):
 
 
 class KVLayer(NamedTuple):
-    """One layer's part of the KV pool; [blocks, kv heads, block_size, head_dim] each."""
+    """One layer's part of the KV pool; [blocks, kv heads, block_size, head_dim] each.
+
+    Allocated with zeros; written by `Ops.write_kv` alone.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor

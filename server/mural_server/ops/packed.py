@@ -1,0 +1,194 @@
+"""The fastest forms that torch alone offers on a CPU; each was measured against its rivals.
+
+Weights are laid out once for oneDNN, attention folds the query heads of a KV head into the
+query axis, LoRA is computed by concatenated ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from mural_server.ops.base import Activation, LoRABatch, LoRAGroup, Ops, PackedLinear
+from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer
+from mural_server.ops.packed_attention import attend_decodes, attend_prefill, attention_plan
+
+PREPACK_DTYPES = frozenset({torch.bfloat16})
+
+
+class PackedOps(Ops):
+    """Plain PyTorch in the forms that a small CPU likes."""
+
+    name = "packed"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.prepacks = dtype in PREPACK_DTYPES and _can_prepack(dtype)
+        self._kv_rows = _KVRows()
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        out_features, in_features = weight.shape
+        if self.prepacks and weight.dtype in PREPACK_DTYPES:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
+        return PackedLinear(weight, bias, in_features, out_features)
+
+    def linear(
+        self, x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        y: torch.Tensor
+        if not packed.weight.is_mkldnn:
+            y = F.linear(x, packed.weight, packed.bias)
+            if residual is not None:
+                y.add_(residual)
+        elif residual is None:
+            y = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
+        else:
+            y = torch.ops.mkldnn._linear_pointwise.binary(
+                x, residual, packed.weight, packed.bias, "add"
+            )
+        return y
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if weight.dtype != x.dtype:
+            return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return torch.addcmul(x * cos.unsqueeze(1), swapped, sin.unsqueeze(1))
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return gate.mul_(up)
+
+    def write_kv(
+        self, kv: KVLayer, keys: torch.Tensor, values: torch.Tensor, kv_slots: torch.Tensor
+    ) -> None:
+        rows, fresh = self._kv_rows.get(kv_slots, kv.keys.shape[1], kv.keys.shape[2])
+        for pool, new in zip(kv, (keys, values), strict=True):
+            if fresh is not None:
+                pool.index_fill_(0, fresh, 0.0)
+            head_dim = pool.shape[-1]
+            pool.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
+
+    def attention(
+        self, queries: torch.Tensor, kv: KVLayer, batch: AttentionBatch, spec: AttentionSpec
+    ) -> torch.Tensor:
+        plan = attention_plan(batch, spec, kv.keys.shape[2], queries.dtype)
+        if plan.decodes_only:
+            return attend_decodes(queries, kv, plan.decodes[0], spec)
+        width = spec.num_heads * spec.head_dim
+        # Zeros, since rows beyond the last chunk (padding) must not carry NaN into the pool.
+        make = queries.new_empty if plan.covers_all else queries.new_zeros
+        output = make((queries.shape[0], width))
+        for group in plan.decodes:
+            picked = queries[group.rows]
+            output[group.rows] = attend_decodes(picked, kv, group, spec)
+        for chunk in plan.prefills:
+            attend_prefill(queries, kv, chunk, spec, output)
+        return output
+
+    def lora(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: Sequence[torch.Tensor],
+        batch: LoRABatch,
+    ) -> None:
+        for group in batch.groups:
+            rows = slice(group.start, group.end)
+            hidden = _shrink(x[rows], a, group)
+            if group.mask is not None:
+                # Not a product with 0: an Inf of another adapter's share would become NaN.
+                hidden.masked_fill_(group.mask.unsqueeze(1), 0.0)
+            target = y[rows]
+            column = 0
+            for index, expand in enumerate(b):
+                width = expand.shape[1]
+                target.narrow(1, column, width).addmm_(
+                    hidden[:, index], expand[group.lo : group.hi]
+                )
+                column += width
+
+    def lora_embedding(
+        self,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        batch: LoRABatch,
+    ) -> None:
+        for group in batch.groups:
+            rows = slice(group.start, group.end)
+            hidden = a[group.lo : group.hi].index_select(1, ids[rows]).t()
+            if group.mask is not None:
+                hidden.masked_fill_(group.mask, 0.0)
+            y[rows].addmm_(hidden, b[group.lo : group.hi])
+
+
+def _shrink(x: torch.Tensor, a: torch.Tensor, group: LoRAGroup) -> torch.Tensor:
+    """``x`` [n, in] · Aᵀ of every slice → [n, slices, hi - lo]."""
+    slices, total, in_features = a.shape
+    count = group.hi - group.lo
+    if slices == 1 or count == total:
+        flat = a[:, group.lo : group.hi].reshape(slices * count, in_features)
+        return torch.mm(x, flat.t()).view(-1, slices, count)
+    hidden = x.new_empty(x.shape[0], slices, count)
+    for index in range(slices):
+        torch.mm(x, a[index, group.lo : group.hi].t(), out=hidden[:, index])
+    return hidden
+
+
+class _KVRows:
+    """Where a step's rows go in a flattened pool; computed in the first layer, kept for the rest.
+
+    Compared by value: a caller may well fill one buffer anew for each step.
+    """
+
+    def __init__(self) -> None:
+        self._shape: tuple[int, int] | None = None
+        self._slots: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
+        self._fresh: torch.Tensor | None = None
+
+    def get(
+        self, kv_slots: torch.Tensor, num_kv_heads: int, block_size: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """int64 [rows * kv heads] into [blocks * kv heads * block_size], and the fresh blocks."""
+        shape = (num_kv_heads, block_size)
+        if (
+            self._rows is None
+            or self._slots is None
+            or shape != self._shape
+            or not torch.equal(self._slots, kv_slots)
+        ):
+            self._shape, self._slots = shape, kv_slots.clone()
+            blocks = kv_slots // block_size
+            offsets = kv_slots - blocks * block_size
+            pages = blocks.unsqueeze(1) * num_kv_heads + torch.arange(
+                num_kv_heads, device=kv_slots.device
+            )
+            self._rows = (pages * block_size + offsets.unsqueeze(1)).flatten()
+            fresh = blocks[offsets == 0]
+            self._fresh = fresh if fresh.numel() else None
+        return self._rows, self._fresh
+
+
+def _can_prepack(dtype: torch.dtype) -> bool:
+    """Try oneDNN's private operators on a small product: they may go or change in any release."""
+    weight = torch.linspace(-1, 1, 32 * 16).view(32, 16).to(dtype)
+    x = torch.linspace(1, -1, 4 * 16).view(4, 16).to(dtype)
+    other = torch.ones(4, 32, dtype=dtype)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+        plain = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        added = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, None, "add")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    expected = F.linear(x.float(), weight.float())
+    return torch.allclose(plain.float(), expected, rtol=2e-2, atol=2e-2) and torch.allclose(
+        added.float(), expected + 1, rtol=2e-2, atol=2e-2
+    )
