@@ -10,6 +10,7 @@ import hashlib
 from typing import Literal
 
 import msgspec
+
 from mural_resolvers.errors import InvalidInput
 
 __all__ = ["ALL_KINDS", "BaseSpec", "ModuleKind", "ModuleSpec"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+
 from mural_resolvers.errors import Forbidden, InvalidInput, Unauthorized, quoted
 from mural_resolvers.names import DEFAULT_ADAPTER, AdapterName, is_tenant
 

@@ -1,0 +1,125 @@
+"""The command ``mural``: finds its subcommands by the entry-point group ``mural.commands``.
+
+An entry point is an object with ``help``, ``add_arguments`` and ``run`` (``Command``). One that
+cannot be loaded is named in the help and does not stop the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Protocol, runtime_checkable
+
+from mural_resolvers.errors import MuralError
+
+__all__ = ["COMMAND_GROUP", "Command", "main"]
+
+COMMAND_GROUP = "mural.commands"
+
+_INTERRUPTED = 130
+
+
+@runtime_checkable
+class Command(Protocol):
+    """A subcommand. ``help`` is one line; ``run`` gives the exit status."""
+
+    help: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the subcommand's own arguments."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; a raised ``MuralError`` is printed and gives the exit status 1."""
+
+
+class _EntryPoint(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def load(self) -> object: ...
+
+
+class _Broken:
+    """Stands for a subcommand that cannot be loaded."""
+
+    def __init__(self, reason: str) -> None:
+        self.help = f"(cannot be loaded: {reason})".replace("%", "%%")
+        self._reason = reason
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+    def run(self, args: argparse.Namespace) -> int:
+        print(f"mural: {args.command} cannot be loaded: {self._reason}", file=sys.stderr)
+        return 1
+
+
+def main(
+    argv: Sequence[str] | None = None, entry_points: Iterable[_EntryPoint] | None = None
+) -> int:
+    """Run ``mural``; give the exit status (argparse exits by itself on ``--help`` and misuse)."""
+    found = metadata.entry_points(group=COMMAND_GROUP) if entry_points is None else entry_points
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands = _load(found, arguments)
+    args = _parser(commands).parse_args(arguments)
+    try:
+        return commands[args.command].run(args)
+    except MuralError as error:
+        print(f"mural {args.command}: {error.message}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output went away, as `head` does.
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+
+
+def _load(entry_points: Iterable[_EntryPoint], arguments: Sequence[str]) -> dict[str, Command]:
+    """Load the one subcommand that is asked for, or all where none of them is."""
+    by_name = {entry.name: entry for entry in sorted(entry_points, key=lambda e: e.name)}
+    asked = arguments[0] if arguments else ""
+    names = [asked] if asked in by_name else list(by_name)
+    return {name: _load_one(by_name[name]) for name in names}
+
+
+def _load_one(entry: _EntryPoint) -> Command:
+    try:
+        command = entry.load()
+    except Exception as error:
+        # Whatever a plug-in's import raises, the others must stay usable.
+        return _Broken(f"{type(error).__name__}: {error}")
+    if not isinstance(command, Command):
+        return _Broken("it is not a command (help, add_arguments, run)")
+    return command
+
+
+def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mural", description="Serve many tenants' LoRA adapters on one base model."
+    )
+    parser.add_argument("--version", action="version", version=f"mural {_version()}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in commands.items():
+        command.add_arguments(
+            subparsers.add_parser(
+                name,
+                help=command.help,
+                description=command.help,
+                formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            )
+        )
+    return parser
+
+
+def _version() -> str:
+    try:
+        return metadata.version("mural")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

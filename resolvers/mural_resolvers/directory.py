@@ -1,0 +1,289 @@
+"""Adapters in a local directory: ``ROOT/tenant/adapter/version/``.
+
+``acme:v1`` is ``ROOT/acme/default/v1/``. An adapter's aliases are ``ROOT/acme/default/
+_aliases.json``. Names that begin with ``_`` or ``.`` are no versions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from mural_resolvers.base_spec import BaseSpec
+from mural_resolvers.digest import engine_files
+from mural_resolvers.errors import (
+    AdapterNotFound,
+    Conflict,
+    MalformedName,
+    Unavailable,
+    UnusableAdapter,
+    quoted,
+)
+from mural_resolvers.files import contained, read_bounded
+from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
+from mural_resolvers.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    build_manifest,
+    check_same,
+    read_manifest,
+)
+from mural_resolvers.names import LATEST, AdapterName, is_tenant, is_version
+from mural_resolvers.resolver import LoRAResolver, ResolvedAdapter
+from mural_resolvers.tenants import Principal
+from mural_resolvers.versions import (
+    MAX_ALIAS_FILE_BYTES,
+    AliasTarget,
+    highest_version,
+    parse_aliases,
+    pick_target,
+)
+
+__all__ = ["ALIASES_FILE", "DirectoryResolver", "ListedAdapter"]
+
+ALIASES_FILE = "_aliases.json"
+
+_MAX_LISTED = 10_000
+_MAX_REMEMBERED = 16_384
+_HASHING_THREADS = 2
+# A file written again within its clock's tick keeps its times: young files are hashed anew.
+_SETTLED_NS = 2_000_000_000
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ListedAdapter:
+    """A version that lies in the directory; nothing of it has been read."""
+
+    name: AdapterName
+    path: Path
+
+
+class DirectoryResolver(LoRAResolver):
+    """The resolver of a local directory. Reads and hashes in threads of its own.
+
+    A version is immutable: content that differs from what a name was first answered with is
+    ``Conflict``. ``draw`` gives a number from [0, 1) for each pick among an alias's versions.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        limits: AdapterLimits = DEFAULT_LIMITS,
+        *,
+        draw: Callable[[], float] = random.random,
+        now_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._root = root
+        self._limits = limits
+        self._draw = draw
+        self._now_ns = now_ns
+        self._manifests: _Remembered[tuple[_Stamp, ...], Manifest] = _Remembered()
+        self._first_digests: _Remembered[AdapterName, str] = _Remembered()
+        self._threads = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="adapter-dir")
+
+    @property
+    def name(self) -> str:
+        """``directory``."""
+        return "directory"
+
+    async def resolve(
+        self, principal: Principal, name: AdapterName, base: BaseSpec
+    ) -> ResolvedAdapter | None:
+        """Find a version's folder; hash it unless it is unchanged since the last time.
+
+        Raises ``UnusableAdapter`` or ``TooLarge`` for what lies there, ``Conflict`` for other
+        content under a known name, ``Unavailable`` when the directory cannot be read.
+        """
+        return await self._in_thread(lambda: self.find(name))
+
+    async def list(self, tenant: str) -> tuple[ListedAdapter, ...]:
+        """The versions in a tenant's folder, in order of name; at most 10,000."""
+        return await self._in_thread(lambda: self.find_all(tenant))
+
+    async def close(self) -> None:
+        """Stop the threads; a file that is being hashed is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], V]) -> V:
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, work)
+        except OSError as error:
+            # strerror alone: the path is not the user's to know.
+            raise Unavailable(f"The directory cannot be read: {error.strerror}.") from error
+
+    def find(self, name: AdapterName) -> ResolvedAdapter | None:
+        """``resolve`` without an event loop. Reads every byte of a version not yet known."""
+        if not self._root.is_dir():
+            raise Unavailable("The directory of adapters is not there.")
+        folder = self._adapter_folder(name)
+        if folder is None:
+            return None
+        version = self._exact_version(folder, name.version)
+        if version is None:
+            return None
+        exact = name.at(version)
+        path = contained(folder / version, self._tenant_folder(name.tenant))
+        manifest = self._manifest(path)
+        first = self._first_digests.setdefault(exact, manifest.digest)
+        if first != manifest.digest:
+            raise Conflict(
+                f"The content of {exact} changed; a version is immutable: use another version."
+            )
+        return ResolvedAdapter(name=exact, path=path, manifest=manifest, source=self.name)
+
+    def find_all(self, tenant: str) -> tuple[ListedAdapter, ...]:
+        """``list`` without an event loop; raises ``MalformedName`` for a wrong tenant."""
+        if not is_tenant(tenant):
+            raise MalformedName(f"{quoted(tenant)} is not a tenant name.")
+        found: set[ListedAdapter] = set()
+        for adapter in _folders(self._tenant_folder(tenant)):
+            if not is_tenant(adapter):
+                continue
+            name = AdapterName(tenant, adapter, LATEST)
+            folder = self._adapter_folder(name)
+            for version in _versions(folder) if folder else ():
+                found.add(ListedAdapter(name.at(version), self._root / tenant / adapter / version))
+                if len(found) >= _MAX_LISTED:
+                    return tuple(sorted(found))
+        return tuple(sorted(found))
+
+    def tenants(self) -> tuple[str, ...]:
+        """The tenants that have a folder, in order."""
+        return tuple(sorted(tenant for tenant in _folders(self._root) if is_tenant(tenant)))
+
+    def _tenant_folder(self, tenant: str) -> Path:
+        """The tenant's real folder. A link there would make one tenant's files another's."""
+        expected = Path(os.path.realpath(self._root)) / tenant
+        if contained(self._root / tenant, self._root) != expected:
+            raise UnusableAdapter(f"The folder of {tenant} is a link.")
+        return expected
+
+    def _adapter_folder(self, name: AdapterName) -> Path | None:
+        tenant_folder = self._tenant_folder(name.tenant)
+        folder = contained(tenant_folder / name.adapter, tenant_folder)
+        return folder if folder.is_dir() else None
+
+    def _exact_version(self, folder: Path, asked: str) -> str | None:
+        """Resolve an alias; None for what is neither a version nor an alias."""
+        targets = self._aliases(folder).get(asked)
+        versions = _versions(folder)
+        if asked in versions and (targets or asked == LATEST):
+            raise Conflict(f"{quoted(asked)} is both an alias and a version.")
+        if asked in versions:
+            return asked
+        if targets:
+            return self._pick(versions, asked, targets)
+        return highest_version(versions) if asked == LATEST else None
+
+    def _pick(self, versions: set[str], alias: str, targets: tuple[AliasTarget, ...]) -> str:
+        version = pick_target(targets, self._draw())
+        if version not in versions:
+            raise AdapterNotFound(
+                f"The alias {quoted(alias)} names the version {quoted(version)}, which is absent."
+            )
+        return version
+
+    def _aliases(self, folder: Path) -> dict[str, tuple[AliasTarget, ...]]:
+        path = folder / ALIASES_FILE
+        if not path.exists():
+            return {}
+        return parse_aliases(read_bounded(contained(path, folder), MAX_ALIAS_FILE_BYTES))
+
+    def _manifest(self, folder: Path) -> Manifest:
+        names = engine_files(folder, self._limits)
+        stamps = tuple(_stamp(folder / name) for name in (*names, MANIFEST_FILE))
+        known = self._manifests.get(stamps)
+        if known is not None:
+            return known
+        manifest = build_manifest(folder, self._limits)
+        stated = read_manifest(folder, self._limits)
+        if stated is not None:
+            check_same(manifest, stated)
+        if stamps == tuple(_stamp(folder / name) for name in (*names, MANIFEST_FILE)):
+            youngest = max(stamp.changed_ns for stamp in stamps)
+            if self._now_ns() - youngest > _SETTLED_NS:
+                self._manifests.put(stamps, manifest)
+        return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Stamp:
+    """What changes when a file does; all zero for an absent one."""
+
+    path: Path
+    device: int = 0
+    inode: int = 0
+    size: int = 0
+    mtime_ns: int = 0
+    ctime_ns: int = 0
+
+    @property
+    def changed_ns(self) -> int:
+        return max(self.mtime_ns, self.ctime_ns)
+
+
+def _stamp(path: Path) -> _Stamp:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return _Stamp(path)
+    return _Stamp(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+
+
+def _folders(folder: Path) -> Iterator[str]:
+    """Names of the folders in a folder (links to folders too); none where it is absent."""
+    try:
+        with os.scandir(folder) as entries:
+            yield from (entry.name for entry in entries if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+
+
+def _versions(folder: Path) -> set[str]:
+    """The versions in an adapter's folder; ``_`` and ``.`` begin no version's name."""
+    return {name for name in _folders(folder) if is_version(name)}
+
+
+class _Remembered(Generic[K, V]):
+    """A bounded map for several threads that drops the least recently used."""
+
+    def __init__(self, max_entries: int = _MAX_REMEMBERED) -> None:
+        self._entries: OrderedDict[K, V] = OrderedDict()
+        self._max_entries = max_entries
+        self._lock = threading.Lock()
+
+    def get(self, key: K) -> V | None:
+        with self._lock:
+            if key in self._entries:
+                self._entries.move_to_end(key)
+            return self._entries.get(key)
+
+    def put(self, key: K, value: V) -> None:
+        with self._lock:
+            self._entries[key] = value
+            self._trim(key)
+
+    def setdefault(self, key: K, value: V) -> V:
+        """Give what the key first had."""
+        with self._lock:
+            first = self._entries.setdefault(key, value)
+            self._trim(key)
+            return first
+
+    def _trim(self, used: K) -> None:
+        self._entries.move_to_end(used)
+        while len(self._entries) > self._max_entries:
+            self._entries.popitem(last=False)
