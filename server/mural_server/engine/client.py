@@ -45,7 +45,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
 
 
 class EngineClient(ABC):
-    """Asynchronous and safe for one event loop. Every call raises `EngineDead` once the core died."""
+    """For one event loop. Every call raises `EngineDead` once the core died."""
 
     info: EngineInfo
 
