@@ -1,0 +1,1 @@
+"""LoRA in the engine: request → weights → model → manager → worker, `layers/` and `punica/`."""
