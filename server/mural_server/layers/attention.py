@@ -1,0 +1,70 @@
+"""Self-attention over the paged KV pool, with grouped queries and rotary positions."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mural_server.layers.linear import QKVParallelLinear, RowParallelLinear
+from mural_server.layers.norm import RMSNorm
+from mural_server.layers.rotary import Rotation
+from mural_server.ops.base import Ops
+from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer
+
+__all__ = ["Attention"]
+
+
+class Attention(nn.Module):
+    """Project, rotate, store this step's keys and values, attend, project back.
+
+    ``q_norm`` and ``k_norm`` (a norm over each head) are None in the families without them.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        hidden_size: int,
+        spec: AttentionSpec,
+        *,
+        qkv_bias: bool,
+        output_bias: bool,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+    ) -> None:
+        super().__init__()
+        self.ops = ops
+        self.spec = spec
+        heads, kv_heads, head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self.qkv_proj = QKVParallelLinear(ops, hidden_size, head_dim, heads, kv_heads, qkv_bias)
+        self.o_proj = RowParallelLinear(ops, heads * head_dim, hidden_size, output_bias)
+        self.q_norm = q_norm
+        self.k_norm = k_norm
+        self._keys_end = heads + kv_heads
+        self._head_shape = (heads + 2 * kv_heads, head_dim)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotation: Rotation,
+        batch: AttentionBatch,
+        kv: KVLayer,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """``x`` [rows, hidden] → [rows, hidden], plus ``residual`` where given."""
+        qkv = self.qkv_proj(x).unflatten(-1, self._head_shape)
+        queries, keys = self._rotated(qkv, rotation)
+        self.ops.write_kv(kv, keys, qkv[:, self._keys_end :], batch.kv_slots)
+        attended = self.ops.attention(queries, kv, batch, self.spec)
+        y: Tensor = self.o_proj(attended, residual)
+        return y
+
+    def _rotated(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        heads, end = self.spec.num_heads, self._keys_end
+        if self.q_norm is None or self.k_norm is None:
+            # Queries and keys lie side by side: one call turns both.
+            turned = self.ops.rotary(qkv[:, :end], rotation.cos, rotation.sin)
+            return turned[:, :heads], turned[:, heads:]
+        queries, keys = self.q_norm(qkv[:, :heads]), self.k_norm(qkv[:, heads:end])
+        return (
+            self.ops.rotary(queries, rotation.cos, rotation.sin),
+            self.ops.rotary(keys, rotation.cos, rotation.sin),
+        )

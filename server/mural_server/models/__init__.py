@@ -1,0 +1,1 @@
+"""Model families, one file each, and the loading of their checkpoints."""

@@ -1,0 +1,35 @@
+"""Architecture name, as a configuration gives it → class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transformers import PreTrainedConfig
+
+from mural_server.models.base import CausalLM
+from mural_server.models.errors import UnsupportedModel
+from mural_server.models.llama import LlamaForCausalLM, MistralForCausalLM
+
+__all__ = ["MODELS", "model_class"]
+
+MODELS: Mapping[str, type[CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": MistralForCausalLM,
+}
+
+# A GGUF file has a model type and no architectures.
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
+
+def model_class(config: PreTrainedConfig) -> type[CausalLM]:
+    """The class that runs ``config``; raise `UnsupportedModel` with the list of those there are."""
+    names = list(config.architectures or [_BY_MODEL_TYPE.get(config.model_type, config.model_type)])
+    for name in names:
+        if name in MODELS:
+            return MODELS[name]
+    raise UnsupportedModel(
+        f"{', '.join(names)} is not supported; supported architectures: {', '.join(MODELS)}"
+    )
