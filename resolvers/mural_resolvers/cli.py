@@ -7,6 +7,7 @@ cannot be loaded is named in the help and does not stop the others.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
@@ -45,8 +46,8 @@ class _Broken:
     """Stands for a subcommand that cannot be loaded."""
 
     def __init__(self, reason: str) -> None:
-        self.help = f"(cannot be loaded: {reason})".replace("%", "%%")
-        self._reason = reason
+        self._reason = " ".join(reason.split())
+        self.help = f"(cannot be loaded: {self._reason})".replace("%", "%%")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -70,8 +71,8 @@ def main(
         print(f"mural {args.command}: {error.message}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output went away, as `head` does.
-        sys.stderr.close()
+        # The reader went away, as `head` does; what is still buffered must not fail at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -88,11 +89,12 @@ def _load(entry_points: Iterable[_EntryPoint], arguments: Sequence[str]) -> dict
 def _load_one(entry: _EntryPoint) -> Command:
     try:
         command = entry.load()
+        if not isinstance(command, Command):
+            return _Broken("it is not a command (help, add_arguments, run)")
+        command.add_arguments(argparse.ArgumentParser())
     except Exception as error:
         # Whatever a plug-in's import raises, the others must stay usable.
         return _Broken(f"{type(error).__name__}: {error}")
-    if not isinstance(command, Command):
-        return _Broken("it is not a command (help, add_arguments, run)")
     return command
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.digest import CONFIG_FILE, WEIGHTS_FILE
 from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import InvalidInput, UnusableAdapter, quoted
+from mural_resolvers.files import contained, read_bounded
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.manifest import Manifest, build_manifest, check_same, read_manifest
 from mural_resolvers.names import is_tenant
@@ -105,7 +105,8 @@ def _print_manifest(manifest: Manifest) -> None:
 
 
 def _verdict(path: Path, base: BaseSpec | None, limits: AdapterLimits) -> str:
-    config = PeftConfig.from_json((path / CONFIG_FILE).read_bytes(), limits)
+    config_bytes = read_bounded(contained(path / CONFIG_FILE, path), limits.max_config_bytes)
+    config = PeftConfig.from_json(config_bytes, limits)
     config.refuse_unsupported()
     weights = path / WEIGHTS_FILE
     if base is None:
@@ -147,7 +148,7 @@ class TenantsCommand:
         )
 
     def run(self, args: argparse.Namespace) -> int:
-        """Print the record on standard output and the key on standard error."""
+        """Print the key, which is kept nowhere, and the record that the key file takes."""
         if not is_tenant(args.tenant):
             raise InvalidInput(f"{quoted(args.tenant)} is not a tenant name.")
         minted = mint_key()
@@ -160,9 +161,8 @@ class TenantsCommand:
             grants=tuple(args.grant),
         )
         KeyFile([record])
-        # Two streams, so that `>> keys` keeps the record and never the secret.
-        print(msgspec.json.encode(record, order="deterministic").decode())
-        print(f"key (shown once): {minted.key}", file=sys.stderr)
+        print(f"key (shown once)  {minted.key}")
+        print(f"record            {msgspec.json.encode(record, order='deterministic').decode()}")
         return 0
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "Unavailable",
     "UnusableAdapter",
     "error_body",
+    "error_from_status",
     "quoted",
 ]
 
@@ -192,6 +193,30 @@ def error_body(error: MuralError) -> ErrorBody:
             "code": error.code,
         }
     }
+
+
+def error_from_status(
+    status: int, message: str, retry_after_s: float | None = None
+) -> MuralError:
+    """Build the error that a status stands for, where only that crossed a border.
+
+    A status that no class has gives a plain `MuralError`, which is a fault of the server.
+    """
+    classes: dict[int, type[MuralError]] = {
+        InvalidInput.status: InvalidInput,
+        Unauthorized.status: Unauthorized,
+        Forbidden.status: Forbidden,
+        AdapterNotFound.status: AdapterNotFound,
+        Conflict.status: Conflict,
+        TooLarge.status: TooLarge,
+        UnusableAdapter.status: UnusableAdapter,
+        RateLimited.status: RateLimited,
+        Unavailable.status: Unavailable,
+    }
+    error = classes.get(status, MuralError)(message)
+    if retry_after_s is not None:
+        error.retry_after_s = retry_after_s
+    return error
 
 
 def quoted(text: str, max_chars: int = 80) -> str:

@@ -64,7 +64,8 @@ def read_safetensors_header(
     """Read the header of a file, or of bytes that begin one, and check every word of it.
 
     ``file_bytes`` is the file's whole size where ``source`` is only its beginning (at least the
-    header). Raises ``UnusableAdapter`` for a header that lies, ``TooLarge`` above a limit.
+    header). Links of a path are followed: a caller that must not leave a folder resolves them
+    first (``files.contained``). Raises ``UnusableAdapter`` for a header that lies, ``TooLarge``.
     """
     if isinstance(source, bytes):
         head, size = source, len(source) if file_bytes is None else file_bytes
@@ -78,7 +79,7 @@ def read_safetensors_header(
 
 
 def _read_head(path: Path, limits: AdapterLimits) -> tuple[bytes, int]:
-    with open_regular(path) as file:
+    with open_regular(Path(os.path.realpath(path))) as file:
         size = os.fstat(file.fileno()).st_size
         start = file.read(_LENGTH_BYTES)
         return start + file.read(_header_length(start, size, limits)), size
