@@ -52,6 +52,8 @@ def rotary_spec(
     rope_type = str(parameters.get("rope_type", "default"))
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise UnsupportedRotary("partial_rotary_factor is not supported")
+    if "rope_theta" not in parameters:
+        raise UnsupportedRotary("rope_parameters without one rope_theta are not supported")
     if "mrope_section" in parameters:
         raise UnsupportedRotary("mrope_section (multimodal rotary embedding) is not supported")
     if rope_type == "default":

@@ -1,12 +1,11 @@
 """What a decoder looks like, in one plain record: the outcome of reading a configuration.
 
-A family's `describe` turns transformers' configuration into an `Architecture` and refuses, by
-name, whatever would have to be ignored.
+`read_architecture` has what all families share; a family's `describe` adds its own. Whatever
+would have to be ignored is refused by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,18 +17,16 @@ from mural_server.ops.base import Activation
 from mural_server.ops.batch import AttentionSpec
 
 __all__ = [
+    "FULL",
+    "SLIDING",
     "Architecture",
     "LayerKind",
-    "activation",
-    "head_dim",
     "layer_types",
+    "read_architecture",
     "read_rotary",
-    "refuse",
-    "served_positions",
-    "sliding_kinds",
 ]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 # Settings that change the forward pass in some model and are implemented in none here.
@@ -88,15 +85,53 @@ class Architecture:
         )
 
 
-def refuse(config: PreTrainedConfig, names: Sequence[str] = ()) -> None:
-    """Raise `UnsupportedModel` for a setting in ``names``, or that no family has, that is set."""
-    for name in (*_NEVER, *names):
+def read_architecture(config: PreTrainedConfig, hidden_act: str) -> Architecture:
+    """What all families share, layers of one rotary kind, windows where ``layer_types`` says so.
+
+    Raises `UnsupportedModel` naming the setting that is not implemented.
+    """
+    for name in _NEVER:
         if getattr(config, name, None):
             raise UnsupportedModel(f"{config.model_type}: {name} is not supported")
+    sliding = [kind == SLIDING for kind in layer_types(config)]
+    return Architecture(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        attention_scale=_head_dim(config) ** -0.5,
+        layers=tuple(LayerKind(0, config.sliding_window if here else None) for here in sliding),
+        rotary=(),
+        max_position=_served_positions(config),
+        rms_norm_eps=config.rms_norm_eps,
+        activation=_activation(config, hidden_act),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+    )
 
 
-def activation(config: PreTrainedConfig, name: str) -> Activation:
-    """Map a ``hidden_act`` to the operator's; raise `UnsupportedModel` for an unknown one."""
+def read_rotary(config: PreTrainedConfig, layer_type: str | None = None) -> RotarySpec:
+    """`rotary_spec`, with its refusal told as one of the model."""
+    try:
+        return rotary_spec(config, _head_dim(config), layer_type)
+    except UnsupportedRotary as error:
+        raise UnsupportedModel(f"{config.model_type}: {error}") from None
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """Each layer's attention, `FULL` where the configuration says nothing."""
+    count = config.num_hidden_layers
+    types = list(getattr(config, "layer_types", None) or [FULL] * count)
+    if len(types) != count or not set(types) <= {FULL, SLIDING}:
+        raise UnsupportedModel(
+            f"{config.model_type}: layer_types {sorted(set(types))} of {len(types)} layers are not "
+            f"supported; supported: {FULL} and {SLIDING}, one for each of {count} layers"
+        )
+    return types
+
+
+def _activation(config: PreTrainedConfig, name: str) -> Activation:
     found = _ACTIVATIONS.get(name)
     if found is None:
         known = ", ".join(_ACTIVATIONS)
@@ -106,44 +141,15 @@ def activation(config: PreTrainedConfig, name: str) -> Activation:
     return found
 
 
-def head_dim(config: PreTrainedConfig) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+def _head_dim(config: PreTrainedConfig) -> int:
+    stated = getattr(config, "head_dim", None)
+    return int(stated or config.hidden_size // config.num_attention_heads)
 
 
-def read_rotary(config: PreTrainedConfig, layer_type: str | None = None) -> RotarySpec:
-    """`rotary_spec`, with its refusal told as one of the model."""
-    try:
-        return rotary_spec(config, head_dim(config), layer_type)
-    except UnsupportedRotary as error:
-        raise UnsupportedModel(f"{config.model_type}: {error}") from None
-
-
-def served_positions(config: PreTrainedConfig) -> int:
-    """Tokens that the rotary tables cover: the stated maximum, or what YaRN stretches it to."""
+def _served_positions(config: PreTrainedConfig) -> int:
+    # YaRN stretches the original context; configurations often state only the latter.
     stated = int(config.max_position_embeddings)
     rope = config.rope_parameters
     if rope.get("rope_type") != "yarn":
         return stated
     return max(stated, int(rope["factor"] * rope["original_max_position_embeddings"]))
-
-
-def layer_types(config: PreTrainedConfig) -> list[str]:
-    """Each layer's attention, "full_attention" where the configuration says nothing."""
-    count = config.num_hidden_layers
-    types = list(getattr(config, "layer_types", None) or [_FULL] * count)
-    unknown = sorted(set(types) - {_FULL, _SLIDING})
-    if unknown or len(types) != count:
-        raise UnsupportedModel(
-            f"{config.model_type}: layer_types {unknown or len(types)} do not fit"
-        )
-    return types
-
-
-def sliding_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """Layers of one rotary kind, with the window where ``layer_types`` says sliding."""
-    return tuple(
-        LayerKind(0, config.sliding_window if kind == _SLIDING else None)
-        for kind in layer_types(config)
-    )

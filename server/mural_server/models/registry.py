@@ -8,19 +8,28 @@ from transformers import PreTrainedConfig
 
 from mural_server.models.base import CausalLM
 from mural_server.models.errors import UnsupportedModel
+from mural_server.models.gemma3 import Gemma3ForCausalLM
 from mural_server.models.llama import LlamaForCausalLM, MistralForCausalLM
+from mural_server.models.qwen2 import Qwen2ForCausalLM
+from mural_server.models.qwen3 import Qwen3ForCausalLM
 
 __all__ = ["MODELS", "model_class"]
 
 MODELS: Mapping[str, type[CausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": MistralForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
 }
 
 # A GGUF file has a model type and no architectures.
 _BY_MODEL_TYPE = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 
