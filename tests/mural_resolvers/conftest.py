@@ -8,8 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from mural_resolvers.base_spec import BaseSpec, ModuleSpec
+
+# No test asserts a wall-clock time, and an example's first run may import a library.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 DTYPE_BYTES = {"F32": 4, "F16": 2, "I8": 1, "BF16": 2}
 
@@ -70,7 +75,7 @@ def write_adapter() -> WriteAdapter:
         fill: bytes = b"\x01",
     ) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {
+        raw = {
             "peft_type": "LORA",
             "r": 4,
             "lora_alpha": 8,
@@ -83,7 +88,7 @@ def write_adapter() -> WriteAdapter:
                 **pair("model.layers.0.self_attn.q_proj", 4, 8, 8),
                 **pair("model.layers.1.self_attn.q_proj", 4, 8, 8),
             }
-        (folder / "adapter_config.json").write_text(json.dumps(settings))
+        (folder / "adapter_config.json").write_text(json.dumps(raw))
         (folder / "adapter_model.safetensors").write_bytes(safetensors_bytes(tensors, fill))
         return folder
 
