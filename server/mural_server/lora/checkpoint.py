@@ -47,6 +47,7 @@ __all__ = [
     "BaseDigest",
     "CheckpointHeader",
     "LoadOptions",
+    "LoadPhase",
     "ModuleHeader",
     "WeightDType",
     "no_base_digest",
@@ -57,6 +58,9 @@ __all__ = [
 WeightDType = Literal["float32", "bfloat16", "float16"]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+
+LoadPhase = Literal["judge", "convert"]
+"""Reading comes first; ``judge`` matches the uploaded expressions, ``convert`` only computes."""
 
 BaseDigest = Callable[[str], str | None]
 """`tensor_digest` of a module's raw weight as served, or None if the base keeps none."""
@@ -104,6 +108,11 @@ def no_base_digest(module: str) -> str | None:
     return None
 
 
+def ignore_phase(phase: LoadPhase) -> None:
+    """For a caller that sets no deadline of its own to a phase."""
+    del phase
+
+
 def tensor_digest(data: memoryview | bytes) -> str:
     """The sha256 (hex) of a contiguous tensor's bytes in the served dtype."""
     return hashlib.sha256(data).hexdigest()
@@ -115,19 +124,22 @@ def read_checkpoint(
     options: LoadOptions,
     expected_digest: str = "",
     base_digest: BaseDigest = no_base_digest,
+    on_phase: Callable[[LoadPhase], None] = ignore_phase,
 ) -> tuple[CheckpointHeader, Bytes]:
     """Give an adapter's header and its payload (uint8 [num_bytes]).
 
-    Every file is read once, and what is hashed are the bytes that are parsed. Matches the
-    configuration's regular expressions: what was uploaded is read in the loader process, under
-    its deadline. Raises ``UnusableAdapter`` with the reason, ``ManifestMismatch`` when the content
-    is not ``expected_digest``, ``TooLarge`` above a limit.
+    Every file is read once, and what is hashed are the bytes that are parsed. The phase
+    ``judge`` matches the configuration's regular expressions: what was uploaded is read in the
+    loader process, under its deadline. Raises ``UnusableAdapter`` with the reason,
+    ``ManifestMismatch`` when the content is not ``expected_digest``, ``TooLarge`` above a limit.
     """
     source = _read_files(folder, options.limits, expected_digest)
+    on_phase("judge")
     config = PeftConfig.from_json(source.config, options.limits)
     plan = check_adapter(config, source.tensors.infos, base, options.limits)
     _check_targets(plan, options)
     header = _lay_out(plan, source.digest, options)
+    on_phase("convert")
     _check_base_copies(plan, source.tensors, options.dtype, base_digest)
     payload: Bytes = np.empty(header.num_bytes, dtype=np.uint8)
     for module, place in zip(plan.modules, header.modules, strict=True):
@@ -359,30 +371,36 @@ def _floats(key: str, tensors: _Tensors) -> Floats:
 
 
 def _converted(key: str, values: Floats, dtype: WeightDType) -> Bytes:
-    """The bytes of ``values`` in ``dtype``, rounded to nearest even; raise if any overflows."""
+    """The bytes of ``values`` in ``dtype``, rounded to nearest even; raise if any overflows.
+
+    ``values`` holds no NaN: at most an infinity, where a scale carried it out of float32.
+    """
     flat = np.ascontiguousarray(values).reshape(-1)
-    if dtype == "float32":
-        finite = bool(np.isfinite(flat).all())
-        result: Bytes = flat.view(np.uint8)
-    elif dtype == "float16":
-        with np.errstate(over="ignore"):
-            half = flat.astype(np.float16)
-        finite = bool(np.isfinite(half).all())
-        result = half.view(np.uint8)
-    else:
-        bits = flat.view(np.uint32)
-        odd = (bits >> np.uint32(16)) & np.uint32(1)
-        # A NaN could wrap around in this sum; its exponent is caught just before it can.
-        upper = ((bits + (odd + np.uint32(0x7FFF))) >> np.uint32(16)).astype(np.uint16)
-        finite = bool(np.isfinite(flat).all()) and not bool(
-            ((upper & _BF16_EXPONENT) == _BF16_EXPONENT).any()
-        )
+    result: Bytes
+    if dtype == "bfloat16":
+        upper = _rounded_to_bfloat16(flat.view(np.uint32))
+        finite = not bool(((upper & _BF16_EXPONENT) == _BF16_EXPONENT).any())
         result = upper.view(np.uint8)
+    else:
+        with np.errstate(over="ignore"):
+            narrow = flat.astype(np.float16) if dtype == "float16" else flat
+        finite = bool(np.isfinite(narrow).all())
+        result = narrow.view(np.uint8)
     if not finite:
         raise UnusableAdapter(
             f"Tensor {quoted(key, 200)} holds numbers that {dtype} cannot hold, scale included."
         )
     return result
+
+
+def _rounded_to_bfloat16(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    """The upper halves of float32 bits, rounded to nearest even; wraps around for a NaN alone."""
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    return rounded.astype(np.uint16)
 
 
 def _not_finite(key: str) -> UnusableAdapter:

@@ -1,0 +1,94 @@
+"""The process that reads adapters: small, of low priority, and expendable.
+
+Started by `AdapterLoader` as ``python -m mural_server.lora.loader_process FD``. It holds one
+adapter at a time and no secret of its parent's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from mural_resolvers.errors import MuralError, Unavailable, UnusableAdapter
+from mural_server.lora.checkpoint import LoadPhase, read_checkpoint
+from mural_server.lora.loader_protocol import (
+    AskBaseDigest,
+    BaseDigestAnswer,
+    Channel,
+    ChannelClosed,
+    Load,
+    Loaded,
+    PhaseBegins,
+    Refused,
+    Start,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def main(descriptor: int) -> None:
+    """Serve loads until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's affair
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    channel = Channel(socket.socket(fileno=descriptor))
+    with contextlib.suppress(ChannelClosed):
+        start = channel.from_parent()
+        assert isinstance(start, Start)
+        _be_modest(start.nice)
+        while True:
+            load = channel.from_parent()
+            assert isinstance(load, Load)
+            # The alarm ends a match that never ends even if the parent is no longer there to.
+            signal.setitimer(signal.ITIMER_REAL, load.give_up_s)
+            _serve(channel, start, load)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _be_modest(nice: int) -> None:
+    """Leave the cores to the step loop, and be the one that goes when memory runs out."""
+    os.nice(nice)
+    if hasattr(os, "SCHED_BATCH"):
+        # Batch tasks do not preempt others when they wake up.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):  # not every system has it, and none needs it
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _serve(channel: Channel, start: Start, load: Load) -> None:
+    def base_digest(module: str) -> str | None:
+        channel.send(AskBaseDigest(module))
+        answer = channel.from_parent()
+        assert isinstance(answer, BaseDigestAnswer)
+        return answer.digest
+
+    def on_phase(phase: LoadPhase) -> None:
+        channel.send(PhaseBegins(phase))
+
+    try:
+        header, payload = read_checkpoint(
+            Path(load.path), start.base, start.options, load.expected_digest, base_digest, on_phase
+        )
+    except ChannelClosed:
+        raise
+    except MuralError as error:
+        channel.send(Refused(error.code, error.message))
+    except MemoryError:
+        channel.send(Refused(Unavailable.code, "There is not enough memory to read the adapter."))
+    except Exception as error:
+        # A reader's fault on hostile input is the input's: refused, and told in the log.
+        logger.exception("reading an adapter failed")
+        reason = f"The adapter's files cannot be read ({type(error).__name__})."
+        channel.send(Refused(UnusableAdapter.code, reason))
+    else:
+        channel.send(Loaded(header))
+        channel.send_bytes(payload.data)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(levelname)s adapter loader: %(message)s")
+    main(int(sys.argv[1]))
