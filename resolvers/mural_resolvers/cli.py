@@ -50,7 +50,7 @@ class _Broken:
         self.help = f"(cannot be loaded: {self._reason})".replace("%", "%%")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("arguments", nargs=argparse.REMAINDER)
+        """It has none that are known."""
 
     def run(self, args: argparse.Namespace) -> int:
         print(f"mural: {args.command} cannot be loaded: {self._reason}", file=sys.stderr)
@@ -64,6 +64,9 @@ def main(
     found = metadata.entry_points(group=COMMAND_GROUP) if entry_points is None else entry_points
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = _load(found, arguments)
+    asked = commands.get(arguments[0]) if arguments else None
+    if isinstance(asked, _Broken):
+        return asked.run(argparse.Namespace(command=arguments[0]))
     args = _parser(commands).parse_args(arguments)
     try:
         return commands[args.command].run(args)

@@ -7,6 +7,7 @@ _aliases.json``. Names that begin with ``_`` or ``.`` are no versions.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 import threading
@@ -14,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -117,17 +119,16 @@ class DirectoryResolver(LoRAResolver):
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], V]) -> V:
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, work)
-        except OSError as error:
-            # strerror alone: the path is not the user's to know.
-            raise Unavailable(f"The directory cannot be read: {error.strerror}.") from error
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def find(self, name: AdapterName) -> ResolvedAdapter | None:
         """``resolve`` without an event loop. Reads every byte of a version not yet known."""
-        if not self._root.is_dir():
-            raise Unavailable("The directory of adapters is not there.")
+        with _reading():
+            if not self._root.is_dir():
+                raise Unavailable("The directory of adapters is not there.")
+            return self._find(name)
+
+    def _find(self, name: AdapterName) -> ResolvedAdapter | None:
         folder = self._adapter_folder(name)
         if folder is None:
             return None
@@ -148,6 +149,10 @@ class DirectoryResolver(LoRAResolver):
         """``list`` without an event loop; raises ``MalformedName`` for a wrong tenant."""
         if not is_tenant(tenant):
             raise MalformedName(f"{quoted(tenant)} is not a tenant name.")
+        with _reading():
+            return self._find_all(tenant)
+
+    def _find_all(self, tenant: str) -> tuple[ListedAdapter, ...]:
         found: set[ListedAdapter] = set()
         for adapter in _folders(self._tenant_folder(tenant)):
             if not is_tenant(adapter):
@@ -162,7 +167,8 @@ class DirectoryResolver(LoRAResolver):
 
     def tenants(self) -> tuple[str, ...]:
         """The tenants that have a folder, in order."""
-        return tuple(sorted(tenant for tenant in _folders(self._root) if is_tenant(tenant)))
+        with _reading():
+            return tuple(sorted(name for name in _folders(self._root) if is_tenant(name)))
 
     def _tenant_folder(self, tenant: str) -> Path:
         """The tenant's real folder. A link there would make one tenant's files another's."""
@@ -243,13 +249,33 @@ def _stamp(path: Path) -> _Stamp:
     return _Stamp(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
+@contextmanager
+def _reading() -> Iterator[None]:
+    """Turn what the file system refuses into a source that is down."""
+    try:
+        yield
+    except OSError as error:
+        # strerror alone: the path is not the user's to know.
+        raise Unavailable(f"The directory cannot be read: {error.strerror}.") from error
+
+
 def _folders(folder: Path) -> Iterator[str]:
     """Names of the folders in a folder (links to folders too); none where it is absent."""
     try:
         with os.scandir(folder) as entries:
-            yield from (entry.name for entry in entries if entry.is_dir())
+            yield from (entry.name for entry in entries if _is_folder(entry))
     except (FileNotFoundError, NotADirectoryError):
         return
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        # A circular link is no folder, and must not hide the versions beside it.
+        if error.errno == errno.ELOOP:
+            return False
+        raise
 
 
 def _versions(folder: Path) -> set[str]:

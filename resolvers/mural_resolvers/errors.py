@@ -195,9 +195,7 @@ def error_body(error: MuralError) -> ErrorBody:
     }
 
 
-def error_from_status(
-    status: int, message: str, retry_after_s: float | None = None
-) -> MuralError:
+def error_from_status(status: int, message: str, retry_after_s: float | None = None) -> MuralError:
     """Build the error that a status stands for, where only that crossed a border.
 
     A status that no class has gives a plain `MuralError`, which is a fault of the server.
