@@ -155,3 +155,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
         return made[name]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def tiny_save() -> Callable[..., Path]:
+    """``tiny_save(name, folder, **changes)``: save a variant of a tiny model's configuration."""
+
+    def save(name: str, folder: Path, **changes: object) -> Path:
+        config = TINY_CONFIGS[name]()
+        stated = {key: value for key, value in config.to_diff_dict().items() if key != "model_type"}
+        return save_tiny_model(folder, type(config)(**(stated | changes)))
+
+    return save

@@ -95,8 +95,10 @@ class GGUFFile:
             if value is not None:
                 metadata[key] = value
         entries = [self._tensor_entry() for _ in range(tensor_count)]
-        alignment = int(str(metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)))
-        base = -(-self._at // max(alignment, 1)) * alignment
+        alignment = metadata.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise CheckpointError(f"{self.path}: general.alignment cannot be {alignment!r}")
+        base = -(-self._at // alignment) * alignment
         return metadata, {name: self._placed(name, info, base) for name, info in entries}
 
     def _placed(self, name: str, info: TensorInfo, base: int) -> TensorInfo:
