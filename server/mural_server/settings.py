@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
 from mural_resolvers.errors import MalformedName
 from mural_resolvers.names import validate_admin_name
 
@@ -209,10 +210,12 @@ class EngineSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoRAModule(msgspec.Struct, frozen=True):
-    """One ``--lora-modules name=path``."""
+    """One ``--lora-modules``: ``name=path``, or vLLM's JSON with ``shared`` beside."""
 
     name: str
     path: str
+    shared: bool = False
+    """For every tenant; otherwise for admins and for those whose grants name it."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):

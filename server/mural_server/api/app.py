@@ -1,0 +1,104 @@
+"""The tenants' HTTP application: routes, and nothing of what they do."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, JsonValue
+
+from mural_server.api.chat import create_chat_completion
+from mural_server.api.completions import create_completion
+from mural_server.api.errors import install_error_handlers
+from mural_server.api.listing import list_models, retrieve_model
+from mural_server.api.lora_admin import load_lora_adapter, pin_lora_adapter, unload_lora_adapter
+from mural_server.api.requests import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadLoRARequest,
+    NamedLoRARequest,
+    TokenizeRequest,
+)
+from mural_server.api.state import AppState
+from mural_server.api.status import get_health, get_metrics, get_ready, get_version
+from mural_server.api.tokenize import detokenize, tokenize
+
+__all__ = ["create_app"]
+
+
+def create_app(state: AppState) -> FastAPI:
+    """The application of one server. It holds no state of its own."""
+    app = FastAPI(title="Mural", docs_url=None, redoc_url=None, redirect_slashes=False)
+    install_error_handlers(app, state.metrics.error)
+    _add_generating_routes(app, state)
+    _add_lora_routes(app, state)
+    _add_status_routes(app, state)
+    return app
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, JsonValue]:
+    """The body in the OpenAPI document; it is parsed by us, so that every refusal is OpenAI's."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    schema.pop("$defs", None)
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+def _add_generating_routes(app: FastAPI, state: AppState) -> None:
+    @app.post("/v1/completions", openapi_extra=_body_of(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await create_completion(state, request)
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatCompletionRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await create_chat_completion(state, request)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        return await list_models(state, request)
+
+    @app.get("/v1/models/{name:path}")
+    async def model(request: Request, name: str) -> Response:
+        return await retrieve_model(state, request, name)
+
+    @app.post("/tokenize", openapi_extra=_body_of(TokenizeRequest))
+    async def tokenize_(request: Request) -> Response:
+        return await tokenize(state, request)
+
+    @app.post("/detokenize", openapi_extra=_body_of(DetokenizeRequest))
+    async def detokenize_(request: Request) -> Response:
+        return await detokenize(state, request)
+
+
+def _add_lora_routes(app: FastAPI, state: AppState) -> None:
+    @app.post("/v1/load_lora_adapter", openapi_extra=_body_of(LoadLoRARequest))
+    async def load(request: Request) -> Response:
+        return await load_lora_adapter(state, request)
+
+    @app.post("/v1/unload_lora_adapter", openapi_extra=_body_of(NamedLoRARequest))
+    async def unload(request: Request) -> Response:
+        return await unload_lora_adapter(state, request)
+
+    @app.post("/v1/pin_lora_adapter", openapi_extra=_body_of(NamedLoRARequest))
+    async def pin(request: Request) -> Response:
+        return await pin_lora_adapter(state, request, pinned=True)
+
+    @app.post("/v1/unpin_lora_adapter", openapi_extra=_body_of(NamedLoRARequest))
+    async def unpin(request: Request) -> Response:
+        return await pin_lora_adapter(state, request, pinned=False)
+
+
+def _add_status_routes(app: FastAPI, state: AppState) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        return get_health(state)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return get_ready(state)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return get_version()
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return get_metrics(state)

@@ -1,0 +1,65 @@
+"""Who is asking: API keys of a key file, admin keys of the command line, or anyone."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+
+from mural_resolvers.errors import Forbidden, Unauthorized
+from mural_resolvers.tenants import ADMIN, ANYONE, KeyFile, Principal
+from mural_server.settings import AuthMode
+
+__all__ = ["Authenticator"]
+
+MAX_AUTHORIZATION_CHARS = 512
+
+ADMIN_PRINCIPAL = Principal(tenant=None, rights=frozenset({ADMIN}), key_id="api-key")
+
+
+class Authenticator:
+    """Establishes the principal of a request. Secrets are kept and compared as sha256 only."""
+
+    def __init__(
+        self, mode: AuthMode, *, admin_keys: Iterable[str] = (), keys: KeyFile | None = None
+    ) -> None:
+        self.mode = mode
+        self._admin_hashes = tuple(hashlib.sha256(key.encode()).digest() for key in admin_keys)
+        self._keys = keys
+
+    def principal(self, headers: Headers) -> Principal:
+        """Raise `Unauthorized`, with one message whatever was wrong.
+
+        ``x-mural-*`` headers are a router's to set and are not believed in these modes.
+        """
+        if self.mode == "open":
+            return ANYONE
+        sent = headers.getlist("authorization")
+        if len(sent) != 1 or len(sent[0]) > MAX_AUTHORIZATION_CHARS:
+            raise Unauthorized()
+        if self._is_admin_key(sent[0]):
+            return ADMIN_PRINCIPAL
+        if self._keys is None:
+            raise Unauthorized()
+        return self._keys.authenticate(sent[0])
+
+    def admin(self, headers: Headers) -> Principal:
+        """The principal, if it may change what the server holds; else raise `Forbidden`.
+
+        In the open mode there are no keys to tell an admin by: whoever reaches the port is one.
+        """
+        principal = self.principal(headers)
+        if self.mode == "keys" and not principal.is_admin:
+            raise Forbidden("This key may not load or unload adapters.")
+        return principal
+
+    def _is_admin_key(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        sent = hashlib.sha256(token.strip(" ").encode("utf-8", "replace")).digest()
+        # Every key is compared, so that the time does not tell which one was close.
+        matches = [hmac.compare_digest(sent, known) for known in self._admin_hashes]
+        return any(matches)

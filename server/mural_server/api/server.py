@@ -1,0 +1,393 @@
+"""Starts the engine and both ports, and ends them in order: by a signal, or with the core."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.types import ASGIApp
+from transformers import PreTrainedTokenizerBase
+
+from mural_resolvers.directory import DirectoryResolver
+from mural_resolvers.errors import MuralError
+from mural_resolvers.limits import AdapterLimits
+from mural_resolvers.request import LoRAIdAllocator
+from mural_resolvers.resolver import LoRAResolverRegistry, RegistrySettings
+from mural_resolvers.tenants import KeyFile
+from mural_server.api.admission import Admission
+from mural_server.api.app import create_app
+from mural_server.api.auth import Authenticator
+from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
+from mural_server.api.control import create_control_app
+from mural_server.api.http_protocol import OpenAIHttpProtocol
+from mural_server.api.metrics import Metrics
+from mural_server.api.sampling import SamplingDefaults
+from mural_server.api.state import AppState
+from mural_server.api.state_feed import StateFeed
+from mural_server.api.text import TextPipeline
+from mural_server.api.traffic import Traffic
+from mural_server.catalog import AdapterCatalog
+from mural_server.engine.client import EngineClient
+from mural_server.engine.process import start_engine
+from mural_server.generation import Generator
+from mural_server.models.source import GenerationDefaults, load_generation_defaults, load_tokenizer
+from mural_server.settings import EngineSettings, ServerSettings, SettingsError, is_loopback
+
+__all__ = ["bind", "build_state", "run_server", "serve_state"]
+
+logger = logging.getLogger("mural")
+
+EXIT_STOPPED = 0
+EXIT_CORE_DIED = 1
+FLUSH_S = 5.0
+KEEP_ALIVE_S = 75
+MAX_ENGINE_LINES = 5
+
+T = TypeVar("T")
+
+
+async def run_server(engine: EngineSettings, settings: ServerSettings) -> int:
+    """Serve until a signal (exit status 0, after draining) or the core's death (1).
+
+    Raises `SettingsError` with one sentence when it cannot start; nothing is left running then.
+    """
+    engine.validate()
+    settings.validate()
+    stop = _stop_on_signals()
+    async with AsyncExitStack() as held:
+        sockets = _bind_all(settings)
+        for bound in sockets:
+            held.callback(bound.close)
+        started = await _unless_stopped(_start(engine, settings, held), stop)
+        if started is None:
+            return EXIT_STOPPED
+        _log_start(started, sockets)
+        return await serve_state(started, sockets, stop)
+
+
+@asynccontextmanager
+async def build_state(
+    settings: ServerSettings,
+    client: EngineClient,
+    tokenizer: PreTrainedTokenizerBase,
+    defaults: SamplingDefaults,
+    *,
+    allow_bin_adapters: bool = False,
+) -> AsyncIterator[AppState]:
+    """Everything between the engine and the routes; raises `SettingsError`."""
+    limits = AdapterLimits(admit_bin=allow_bin_adapters)
+    ids = LoRAIdAllocator()
+    resolvers = (
+        [DirectoryResolver(Path(settings.adapter_dir), limits)] if settings.adapter_dir else []
+    )
+    registry = LoRAResolverRegistry(
+        resolvers,
+        client.info.base_spec,
+        ids,
+        RegistrySettings(timeout_s=settings.adapter_wait_s),
+    )
+    roots = [*([settings.adapter_dir] if settings.adapter_dir else ())]
+    catalog = AdapterCatalog(
+        client,
+        registry,
+        ids,
+        served=settings.served_model_name or (_default_name(client.info.model),),
+        adapter_wait_s=settings.adapter_wait_s,
+        roots=[Path(root) for root in (*roots, *settings.allowed_adapter_path)],
+        limits=limits,
+    )
+    admission = Admission(client.info.max_num_seqs + settings.max_queued_requests)
+    templates = AdapterTemplates(SandboxedRenderer())
+    generator = _generator(client, tokenizer)
+    texts = TextPipeline(
+        tokenizer,
+        generator.texts,
+        max_model_len=client.info.max_model_len,
+        vocab_size=client.info.base_spec.vocab_size,
+        chat_template=_base_template(settings, tokenizer),
+        templates=templates,
+    )
+    try:
+        yield AppState(
+            settings=settings,
+            client=client,
+            generator=generator,
+            catalog=catalog,
+            texts=texts,
+            auth=_authenticator(settings),
+            admission=admission,
+            metrics=Metrics(
+                client,
+                catalog,
+                admission,
+                Traffic(),
+                max_adapter_labels=settings.metrics_adapters,
+            ),
+            defaults=defaults,
+            started_at=int(time.time()),
+        )
+    finally:
+        await catalog.close()
+        await registry.close()
+        await templates.close()
+        texts.close()
+
+
+# -- starting -------------------------------------------------------------------------------------
+
+
+async def _start(
+    engine: EngineSettings, settings: ServerSettings, held: AsyncExitStack
+) -> AppState:
+    reading = asyncio.create_task(asyncio.to_thread(_read_model, engine.model, settings))
+    try:
+        client = await start_engine(engine)
+        held.push_async_callback(client.close)
+        tokenizer, defaults = await reading
+    finally:
+        reading.cancel()
+    state = await held.enter_async_context(
+        build_state(
+            settings, client, tokenizer, defaults, allow_bin_adapters=engine.allow_bin_adapters
+        )
+    )
+    await _load_modules(state)
+    return state
+
+
+def _read_model(
+    path: str, settings: ServerSettings
+) -> tuple[PreTrainedTokenizerBase, SamplingDefaults]:
+    if settings.generation_config == "none":
+        return load_tokenizer(path), SamplingDefaults()
+    return load_tokenizer(path), _sampling_defaults(load_generation_defaults(path))
+
+
+def _sampling_defaults(found: GenerationDefaults) -> SamplingDefaults:
+    plain = SamplingDefaults()
+    return SamplingDefaults(
+        temperature=_or(found.temperature, plain.temperature),
+        top_p=_or(found.top_p, plain.top_p),
+        top_k=_or(found.top_k, plain.top_k),
+        min_p=_or(found.min_p, plain.min_p),
+        repetition_penalty=_or(found.repetition_penalty, plain.repetition_penalty),
+    )
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+async def _load_modules(state: AppState) -> None:
+    for module in state.settings.lora_modules:
+        try:
+            await state.catalog.load_trusted(module.name, module.path, shared=module.shared)
+        except MuralError as error:
+            raise SettingsError(f"--lora-modules {module.name}: {error.message}") from None
+
+
+def _default_name(model: str) -> str:
+    path = Path(model)
+    return path.stem if path.suffix == ".gguf" else path.resolve().name
+
+
+def _base_template(settings: ServerSettings, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    if settings.chat_template is not None:
+        return Path(settings.chat_template).read_text(encoding="utf-8")
+    template = tokenizer.chat_template
+    found = template.get("default") if isinstance(template, dict) else template
+    return None if found is None else str(found)
+
+
+def _generator(client: EngineClient, tokenizer: PreTrainedTokenizerBase) -> Generator:
+    try:
+        return Generator(client, tokenizer)
+    except TypeError as error:
+        raise SettingsError(f"The model's tokenizer cannot be used: {error}.") from None
+
+
+def _authenticator(settings: ServerSettings) -> Authenticator:
+    keys = None
+    if settings.key_file is not None:
+        try:
+            keys = KeyFile.load(Path(settings.key_file))
+        except MuralError as error:
+            raise SettingsError(f"--key-file: {error.message}") from None
+    return Authenticator(settings.resolved_auth, admin_keys=settings.api_key, keys=keys)
+
+
+def _bind_all(settings: ServerSettings) -> list[socket.socket]:
+    bound = [bind(settings.resolved_host, settings.port, "--port")]
+    if settings.control_port is not None:
+        try:
+            bound.append(bind(settings.control_host, settings.control_port, "--control-port"))
+        except SettingsError:
+            bound[0].close()
+            raise
+    return bound
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket; raise `SettingsError` naming the flag to change."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(
+            f"{host}:{port} cannot be listened on ({error.strerror or error}): change {flag} or "
+            "its host."
+        ) from None
+
+
+def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
+    info, settings = state.client.info, state.settings
+    logger.info("serving %s as %s", info.model, ", ".join(state.catalog.served))
+    for line in info.chosen[:MAX_ENGINE_LINES]:
+        logger.info("%s", line)
+    logger.info(
+        "adapters from %s; %d names registered",
+        settings.adapter_dir or "no directory",
+        len(settings.lora_modules),
+    )
+    if settings.resolved_auth == "open":
+        reach = "this machine" if is_loopback(settings.resolved_host) else "THE NETWORK"
+        logger.info("auth open: no key is asked for, and %s can reach the port", reach)
+    else:
+        logger.info("auth keys: every request needs an API key")
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    places = [f"{scheme}://{_address(bound)}" for bound in sockets]
+    logger.info("OpenAI API on %s, control API on %s", *[*places, "no port"][:2])
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+# -- serving and ending ---------------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, which leaves the signals to us: they drain before they end it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _server(app: ASGIApp, settings: ServerSettings) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http=OpenAIHttpProtocol,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(FLUSH_S),
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+        )
+    )
+
+
+async def serve_state(state: AppState, sockets: list[socket.socket], stop: asyncio.Event) -> int:
+    """Serve on the first socket, the control API on the second, until ``stop`` or the core's death.
+
+    Gives the exit status. What was open when it ends has been drained, or told why not.
+    """
+    feed = StateFeed(state)
+    servers = [_server(create_app(state), state.settings)]
+    if len(sockets) > 1:
+        servers.append(_server(create_control_app(state, feed), state.settings))
+    tasks = [
+        asyncio.create_task(server.serve([bound]))
+        for server, bound in zip(servers, sockets, strict=True)
+    ]
+    watching = asyncio.create_task(feed.run())
+    try:
+        return await _until_end(state, stop, tasks)
+    finally:
+        feed.close()
+        watching.cancel()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks, watching, return_exceptions=True)
+
+
+async def _until_end(state: AppState, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> int:
+    stopping = asyncio.create_task(stop.wait())
+    dying = asyncio.create_task(state.client.wait_dead())
+    try:
+        await asyncio.wait((stopping, dying, *tasks), return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            return await _end_with_core(state, dying.result())
+        if stopping.done():
+            return await _drain(state, dying)
+        raise SettingsError("The HTTP server ended by itself.")
+    finally:
+        stopping.cancel()
+        dying.cancel()
+
+
+async def _end_with_core(state: AppState, reason: str) -> int:
+    logger.error("%s: open requests are refused and the server ends", reason)
+    state.admission.close("The engine core has died.")
+    # Every open stream has got its error from the client; give it time to be sent.
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(state.admission.wait_idle(), FLUSH_S)
+    return EXIT_CORE_DIED
+
+
+async def _drain(state: AppState, dying: asyncio.Task[str]) -> int:
+    grace_s = state.settings.shutdown_grace_s
+    state.admission.close("The server is shutting down.")
+    logger.info("stopping: %d sequences have %g s to end", state.admission.open_sequences, grace_s)
+    idle = asyncio.create_task(state.admission.wait_idle())
+    try:
+        await asyncio.wait((idle, dying), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if dying.done():
+            return await _end_with_core(state, dying.result())
+        if not idle.done():
+            logger.warning("%d sequences are aborted", state.admission.open_sequences)
+            await state.client.drain(0.0)
+            await asyncio.wait((idle,), timeout=FLUSH_S)
+    finally:
+        idle.cancel()
+    return EXIT_STOPPED
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+    """The result, or None when a stop came first."""
+    working = asyncio.create_task(work)
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        return None
+    finally:
+        stopping.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))

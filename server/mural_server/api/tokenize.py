@@ -1,0 +1,55 @@
+"""``POST /tokenize`` and ``/detokenize``, as vLLM has them."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mural_server.api.body import read_request
+from mural_server.api.requests import DetokenizeRequest, TokenizeRequest
+from mural_server.api.state import AppState
+
+__all__ = ["detokenize", "tokenize"]
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(state: AppState, request: Request) -> Response:
+    """The token ids of a prompt, or of a conversation as its template renders it."""
+    principal = state.auth.principal(request.headers)
+    body = await read_request(request, TokenizeRequest, state.settings.max_body_bytes)
+    served = await state.catalog.find(principal, body.model)
+    with state.admission.enter(principal.tenant or "", 1):
+        if body.messages is not None:
+            text = await state.texts.render_chat(served, body.messages, body)
+            special = body.add_special_tokens or False
+        else:
+            text = body.prompt or ""
+            special = True if body.add_special_tokens is None else body.add_special_tokens
+        ids = await state.texts.encode(text, add_special_tokens=special)
+    names = state.texts.token_names(ids) if body.return_token_strs else None
+    return _json(Tokenized(len(ids), state.max_model_len, ids, names))
+
+
+async def detokenize(state: AppState, request: Request) -> Response:
+    """The text of token ids."""
+    principal = state.auth.principal(request.headers)
+    body = await read_request(request, DetokenizeRequest, state.settings.max_body_bytes)
+    await state.catalog.find(principal, body.model)
+    state.texts.check_ids(body.tokens)
+    with state.admission.enter(principal.tenant or "", 1):
+        return _json(Detokenized(await state.texts.decode(body.tokens)))
+
+
+def _json(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

@@ -1,0 +1,46 @@
+"""The control API's wire types and its client: no torch, no web framework."""
+
+from mural_server.protocol.client import ControlClient, ControlError
+from mural_server.protocol.wire import (
+    AdapterResidency,
+    AdapterStatus,
+    Base,
+    DeclaredAnswer,
+    DeclaredRequest,
+    Delta,
+    DrainAnswer,
+    Freed,
+    FreedAnswer,
+    Heartbeat,
+    Limits,
+    Load,
+    PrefixStatistics,
+    ResidentRequest,
+    Snapshot,
+    StateEvent,
+    StateGap,
+    apply,
+)
+
+__all__ = [
+    "AdapterResidency",
+    "AdapterStatus",
+    "Base",
+    "ControlClient",
+    "ControlError",
+    "DeclaredAnswer",
+    "DeclaredRequest",
+    "Delta",
+    "DrainAnswer",
+    "Freed",
+    "FreedAnswer",
+    "Heartbeat",
+    "Limits",
+    "Load",
+    "PrefixStatistics",
+    "ResidentRequest",
+    "Snapshot",
+    "StateEvent",
+    "StateGap",
+    "apply",
+]
