@@ -26,10 +26,10 @@ OUTPUT_TOKEN_COST = 2.0
 
 
 class Chunk(NamedTuple):
-    """``count`` tokens of a request from ``request.num_computed`` on."""
+    """``length`` tokens of a request from ``request.num_computed`` on."""
 
     request: Request
-    count: int
+    length: int
 
 
 @dataclass(slots=True)
@@ -38,7 +38,6 @@ class StepPlan:
 
     decodes: list[Request] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
-    slot_changes: list[SlotChange] = field(default_factory=list)
 
     @property
     def chunks(self) -> Iterator[Chunk]:
@@ -52,7 +51,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.count for chunk in self.prefills)
+        return len(self.decodes) + sum(chunk.length for chunk in self.prefills)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,12 +171,18 @@ class Scheduler:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def schedule(self, ready_adapters: Set[int], max_slot_changes: int) -> StepPlan:
-        """Decide the next step; ``ready_adapters`` have their weights in host memory."""
+    def change_slots(self, ready_adapters: Set[int], max_changes: int) -> list[SlotChange]:
+        """Decide who gets a slot for the next step; the caller copies the weights.
+
+        ``ready_adapters`` have their weights in host memory.
+        """
+        self.slots.update_demand(self.busy_adapters)
+        return self.slots.plan(self.busy_adapters, ready_adapters, max_changes)
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step."""
         self.step += 1
         plan = StepPlan()
-        self.slots.update_demand(self.busy_adapters)
-        plan.slot_changes = self.slots.plan(self.busy_adapters, ready_adapters, max_slot_changes)
         for request in [r for r in self.running if not self._has_slot(r)]:
             self._pause(request)
         self._share_rows()

@@ -58,6 +58,10 @@ class SlotShare:
     def pinned(self) -> Set[int]:
         return self._pinned
 
+    def lose(self, adapter: int) -> None:
+        """Its weights left the slot: if it still has work it queues anew."""
+        del self._turns[adapter]
+
     def forget(self, adapter: int) -> bool:
         """The adapter is gone; returns whether it held a slot."""
         self._queue.pop(adapter, None)

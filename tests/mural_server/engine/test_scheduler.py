@@ -77,10 +77,11 @@ class Loop:
         return request
 
     def step(self) -> StepPlan:
-        plan = self.scheduler.schedule(self.scheduler.busy_adapters, 1)
+        self.scheduler.change_slots(self.scheduler.busy_adapters, 1)
+        plan = self.scheduler.schedule()
         self.check(plan)
         for chunk in plan.chunks:
-            complete = chunk.request.remaining == chunk.count
+            complete = chunk.request.remaining == chunk.length
             self.scheduler.computed(chunk)
             if complete:
                 self.sample(chunk.request)
@@ -119,18 +120,18 @@ def test_prompts_are_cut_to_the_budget_and_mixed_with_decodes() -> None:
     loop.add("short", 3)
     loop.add("long", 12)
     first = loop.step()
-    assert [(c.request.request_id, c.count) for c in first.chunks] == [("short", 3), ("long", 5)]
+    assert [(c.request.request_id, c.length) for c in first.chunks] == [("short", 3), ("long", 5)]
     second = loop.step()
     assert [r.request_id for r in second.decodes] == ["short"]
-    assert [(c.request.request_id, c.count) for c in second.prefills] == [("long", 7)]
+    assert [(c.request.request_id, c.length) for c in second.prefills] == [("long", 7)]
 
 
 def test_without_chunked_prefill_a_prompt_runs_whole() -> None:
     loop = Loop(scheduler_of(tokens=16, chunked=False))
     loop.add("a", 10)
     loop.add("b", 10)
-    assert [c.count for c in loop.step().chunks] == [10]
-    assert [c.count for c in loop.step().chunks] == [1, 10]
+    assert [c.length for c in loop.step().chunks] == [10]
+    assert [c.length for c in loop.step().chunks] == [1, 10]
 
 
 def test_a_known_prefix_is_not_computed_again() -> None:
@@ -140,7 +141,7 @@ def test_a_known_prefix_is_not_computed_again() -> None:
     loop.add("second", list(range(12)))
     [chunk] = loop.step().chunks
     # The block with the last token is computed, since its logits are wanted.
-    assert (chunk.request.cached_tokens, chunk.count) == (8, 4)
+    assert (chunk.request.cached_tokens, chunk.length) == (8, 4)
     assert loop.scheduler.pool.prefix_hits == 8
 
 

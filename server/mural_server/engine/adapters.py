@@ -1,0 +1,245 @@
+"""The core's adapters: which are wanted, being loaded, at hand, and in which slot.
+
+Loads run beside the steps (`AdapterLoader`); what happens here, between two steps, is taking a
+loaded adapter up and copying it into a slot.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Set
+from concurrent.futures import Future
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable
+from mural_resolvers.request import LoRARequest
+from mural_server.engine.messages import AdapterInfo, AdapterLevel, FreedBytes
+from mural_server.engine.slot_share import SlotChange
+from mural_server.lora.manager import LRUCacheLoRAModelManager
+from mural_server.lora.mapping import LoRAMapping
+from mural_server.lora.model import LoRAModel
+
+logger = logging.getLogger(__name__)
+
+MAX_AHEAD = 2
+"""Adapters that are being loaded or wait, loaded, for a place in host memory."""
+
+
+class Loader(Protocol):
+    """What reads adapters beside the steps."""
+
+    def submit(self, lora: LoRARequest) -> Future[LoRAModel]: ...
+    def close(self) -> None: ...
+
+
+class AdapterFailure(NamedTuple):
+    """An adapter that cannot be used, and why."""
+
+    lora_int_id: int
+    error: MuralError
+
+
+class Adapters:
+    """Keyed by ``lora_int_id``. The step loop's alone; only ``on_news`` is called elsewhere."""
+
+    def __init__(self, manager: LRUCacheLoRAModelManager, loader: Loader) -> None:
+        self._manager = manager
+        self._loader = loader
+        self._known: dict[int, LoRARequest] = {}
+        self._tenants: dict[int, str] = {}
+        self._loading: dict[int, Future[LoRAModel]] = {}
+        self._loaded: dict[int, LoRAModel] = {}
+        """Read and checked; host memory had no place for them yet."""
+        self._preloads: dict[int, None] = {}
+        self._retired: set[int] = set()
+        self.on_news: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        self._loader.close()
+
+    # -- what is wanted ------------------------------------------------------------------------
+
+    def want(self, lora: LoRARequest, tenant: str, *, keep: bool = False) -> None:
+        """Note who an id is; ``keep``: load it though no request asks for it.
+
+        Raises `AdapterNotFound` for an adapter that is being removed.
+        """
+        if lora.lora_int_id in self._retired:
+            raise AdapterNotFound(f"The adapter {lora.lora_name} is being unloaded.")
+        self._known[lora.lora_int_id] = lora
+        self._tenants.setdefault(lora.lora_int_id, tenant)
+        if keep and lora.lora_int_id not in self.registered:
+            self._preloads[lora.lora_int_id] = None
+
+    def knows(self, lora_int_id: int) -> bool:
+        return lora_int_id in self.ready and lora_int_id not in self._retired
+
+    def retire(self, lora_int_id: int) -> None:
+        """No new request may use it from now on."""
+        self._retired.add(lora_int_id)
+        self._preloads.pop(lora_int_id, None)
+
+    @property
+    def registered(self) -> Set[int]:
+        return self._manager.list_adapters().keys()
+
+    @property
+    def ready(self) -> Set[int]:
+        """Those that could be put into a slot now."""
+        return self.registered | self._loaded.keys()
+
+    # -- loads ---------------------------------------------------------------------------------
+
+    def start_loads(self, queue: Iterable[int], in_use: Collection[int]) -> None:
+        """Load the first of those that wait for a slot, then what was asked to be resident.
+
+        ``in_use`` adapters keep their place in host memory; so do the next in the queue, lest
+        they be evicted just before their turn.
+        """
+        waiting = list(queue)
+        ready = self.ready
+        next_up = [a for a in waiting if a in ready][: self._room_beside_slots()]
+        self._manager.set_in_use({*in_use, *next_up})
+        for lora_int_id in chain(waiting, self._preloads):
+            if len(self._loading) + len(self._loaded) >= MAX_AHEAD:
+                break
+            if lora_int_id not in ready and lora_int_id not in self._loading:
+                self._load(lora_int_id)
+        self._prune(waiting)
+
+    def _room_beside_slots(self) -> int:
+        config = self._manager.config
+        return max(0, config.max_cpu_loras - config.max_loras - MAX_AHEAD)
+
+    def _load(self, lora_int_id: int) -> None:
+        future = self._loader.submit(self._known[lora_int_id])
+        self._loading[lora_int_id] = future
+        future.add_done_callback(lambda _: self.on_news())
+
+    def _prune(self, waiting: Collection[int]) -> None:
+        """Forget who the adapters were that nobody asks for any more."""
+        if len(self._known) <= 2 * (self._manager.config.max_cpu_loras + len(waiting)):
+            return
+        keep = {*waiting, *self.ready, *self._loading, *self._preloads}
+        self._known = {i: lora for i, lora in self._known.items() if i in keep}
+        self._tenants = {i: tenant for i, tenant in self._tenants.items() if i in keep}
+
+    def take_loads(self) -> list[AdapterFailure]:
+        """Take up what the loader has finished; returns what could not be loaded."""
+        failures = []
+        for lora_int_id in [i for i, future in self._loading.items() if future.done()]:
+            future = self._loading.pop(lora_int_id)
+            error = future.exception()
+            if lora_int_id in self._retired:
+                continue
+            if error is None:
+                self._loaded[lora_int_id] = future.result()
+                continue
+            self._preloads.pop(lora_int_id, None)
+            failures.append(AdapterFailure(lora_int_id, _typed(error)))
+        for lora_int_id in list(self._loaded):
+            failure = self._register(lora_int_id)
+            if failure is not None:
+                failures.append(failure)
+        return failures
+
+    def _register(self, lora_int_id: int) -> AdapterFailure | None:
+        """Give a loaded adapter its place in host memory; it goes on waiting where none is."""
+        model = self._loaded[lora_int_id]
+        failure: AdapterFailure | None = None
+        try:
+            self._manager.add_adapter(model, tenant=self._tenants.get(lora_int_id, ""))
+        except Unavailable as error:
+            if lora_int_id not in self._preloads:
+                return None
+            failure = AdapterFailure(lora_int_id, error)
+        except MuralError as error:
+            failure = AdapterFailure(lora_int_id, error)
+        del self._loaded[lora_int_id]
+        self._preloads.pop(lora_int_id, None)
+        return failure
+
+    # -- slots ---------------------------------------------------------------------------------
+
+    def change_slots(
+        self, changes: Iterable[SlotChange], in_use: Collection[int]
+    ) -> list[AdapterFailure]:
+        """Copy adapters into slots; returns those for which host memory had no place after all."""
+        failures = []
+        for lora_int_id, victim in changes:
+            if victim is not None:
+                self._manager.deactivate_adapter(victim)
+            if lora_int_id in self._loaded:
+                self._manager.set_in_use({a for a in in_use if a != victim})
+                self._preloads[lora_int_id] = None
+                failure = self._register(lora_int_id)
+                if failure is not None:
+                    failures.append(failure)
+                    continue
+            self._manager.activate_adapter(lora_int_id, keep=frozenset(in_use))
+        return failures
+
+    @property
+    def in_slots(self) -> Set[int]:
+        return self._manager.slot_of.keys()
+
+    def pin(self, lora_int_id: int, *, pinned: bool) -> None:
+        """Keep an adapter that has a slot in it; see `LoRAModelManager.pin_adapter`."""
+        if pinned:
+            self._manager.pin_adapter(lora_int_id)
+        else:
+            self._manager.unpin_adapter(lora_int_id)
+
+    def remove(self, lora_int_id: int) -> FreedBytes:
+        """Free all that it holds; nothing may use it any more."""
+        self._loaded.pop(lora_int_id, None)
+        self._known.pop(lora_int_id, None)
+        self._tenants.pop(lora_int_id, None)
+        # The same content may come back later, under the same id.
+        self._retired.discard(lora_int_id)
+        self._manager.unpin_adapter(lora_int_id)
+        self._manager.set_in_use(())
+        freed = self._manager.remove_adapter(lora_int_id)
+        return FreedBytes(slot=freed.slot, host=freed.host)
+
+    def set_mapping(self, mapping: LoRAMapping) -> None:
+        """Say whose rows the coming forward pass has."""
+        self._manager.set_adapter_mapping(mapping)
+
+    def set_logits_mapping(self, lora_int_ids: tuple[int, ...]) -> None:
+        """Say whose rows the coming ``compute_logits`` has, where they are not the step's."""
+        self._manager.set_logits_mapping(lora_int_ids)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def info(
+        self, lora_int_id: int, *, level: AdapterLevel, pinned: bool, running: int, waiting: int
+    ) -> AdapterInfo:
+        lora = self._known[lora_int_id]
+        model = self._manager.get_adapter(lora_int_id)
+        assert model is not None, "told of an adapter that is not registered"
+        return AdapterInfo(
+            name=lora.lora_name,
+            lora_int_id=lora_int_id,
+            digest=lora.digest or model.digest,
+            rank=model.rank,
+            bytes=model.nbytes,
+            level=level,
+            pinned=pinned,
+            running=running,
+            waiting=waiting,
+        )
+
+    def check_integrity(self, holders: Set[int]) -> None:
+        """Raise `AssertionError` when the tiers or the slot table are not as they must be."""
+        self._manager.check_integrity()
+        assert holders == self.in_slots, "the scheduler and the slot table disagree"
+        assert not self._loaded.keys() & self.registered, "an adapter is held twice"
+
+
+def _typed(error: BaseException) -> MuralError:
+    if isinstance(error, MuralError):
+        return error
+    logger.error("an adapter could not be loaded", exc_info=error)
+    return Unavailable("The adapter could not be loaded now.")

@@ -1,0 +1,241 @@
+"""The core in a process of its own, and the client that starts and watches it.
+
+Commands and outputs go over two ZeroMQ pipes in a private folder, msgspec-encoded. The child's
+standard input is a pipe that nobody writes to: it ends when the parent is gone, and so does the
+child.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from mural_server.engine.client import EngineInfo
+from mural_server.engine.connection import ConnectedClient
+from mural_server.engine.wire import Command, Failed, Outputs, Shutdown, Started
+from mural_server.settings import EngineSettings, SettingsError
+
+if TYPE_CHECKING:
+    from mural_server.engine.core import EngineCore
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 900.0
+STOP_TIMEOUT_S = 10.0
+SEND_TIMEOUT_S = 30.0
+IDLE_POLL_MS = 1000
+STALLED_POLL_MS = 20
+"""How long to wait for news when there are requests but none can run."""
+
+
+async def start_engine(settings: EngineSettings) -> ProcessEngine:
+    """Start a core and wait until it is ready.
+
+    Raises `SettingsError` with the core's own sentence when it cannot start.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="mural-engine-"))
+    context = zmq.asyncio.Context()
+    commands = context.socket(zmq.PUSH)
+    outputs = context.socket(zmq.PULL)
+    commands.setsockopt(zmq.LINGER, 0)
+    commands.set_hwm(0)
+    commands.bind(f"ipc://{folder}/commands")
+    outputs.bind(f"ipc://{folder}/outputs")
+    child = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "mural_server.engine.process",
+        str(folder),
+        stdin=asyncio.subprocess.PIPE,
+    )
+    link = Link(folder, context, commands, outputs, child)
+    try:
+        await commands.send(msgspec.msgpack.encode(settings))
+        info = await asyncio.wait_for(_await_start(link), START_TIMEOUT_S)
+    except BaseException:
+        await link.close()
+        raise
+    return ProcessEngine(info, link)
+
+
+async def _await_start(link: Link) -> EngineInfo:
+    message = asyncio.ensure_future(link.outputs.recv())
+    death = asyncio.ensure_future(link.child.wait())
+    try:
+        await asyncio.wait((message, death), return_when=asyncio.FIRST_COMPLETED)
+        if not message.done():
+            raise SettingsError(f"The engine core ended while starting ({link.exit_reason()}).")
+        started = msgspec.msgpack.decode(message.result(), type=Started | Failed)
+    finally:
+        message.cancel()
+        death.cancel()
+    if isinstance(started, Failed):
+        raise SettingsError(started.message)
+    return started.info
+
+
+class Link:
+    """The child process with its two pipes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        context: zmq.asyncio.Context,
+        commands: zmq.asyncio.Socket,
+        outputs: zmq.asyncio.Socket,
+        child: asyncio.subprocess.Process,
+    ) -> None:
+        self.folder = folder
+        self.context = context
+        self.commands = commands
+        self.outputs = outputs
+        self.child = child
+
+    def exit_reason(self) -> str:
+        code = self.child.returncode
+        if code is None:
+            return "still running"
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    async def close(self) -> None:
+        if self.child.returncode is None and self.child.stdin is not None:
+            self.child.stdin.close()
+            try:
+                await asyncio.wait_for(self.child.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("the engine core did not end within %.0f s: killed", STOP_TIMEOUT_S)
+                with contextlib.suppress(ProcessLookupError):
+                    self.child.kill()
+                await self.child.wait()
+        self.context.destroy(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class ProcessEngine(ConnectedClient):
+    """The client of a core in a child process, which it owns."""
+
+    def __init__(self, info: EngineInfo, link: Link) -> None:
+        super().__init__(info)
+        self._link = link
+        self._encoder = msgspec.msgpack.Encoder()
+        self._closing = False
+        self._reader = asyncio.create_task(self._read(), name="engine-outputs")
+        self._watcher = asyncio.create_task(self._watch(), name="engine-watch")
+
+    @property
+    def pid(self) -> int:
+        return self._link.child.pid
+
+    def _send(self, command: Command) -> None:
+        if self.alive:
+            # A PUSH socket without a high-water mark takes the message at once.
+            self._link.commands.send(self._encoder.encode(command))
+
+    async def _read(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Outputs)
+        try:
+            while True:
+                self._dispatch(decoder.decode(await self._link.outputs.recv()))
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            logger.exception("the engine core's outputs cannot be read")
+            self._die(f"the engine core's outputs cannot be read: {error}")
+
+    async def _watch(self) -> None:
+        await self._link.child.wait()
+        if not self._closing:
+            logger.error("the engine core died (%s)", self._link.exit_reason())
+        self._die(f"the engine core died ({self._link.exit_reason()})")
+
+    async def close(self) -> None:
+        self._send(Shutdown())
+        self._closing = True
+        self._reader.cancel()
+        await self._link.close()
+        await asyncio.gather(self._reader, self._watcher, return_exceptions=True)
+
+
+# -- the child's side -----------------------------------------------------------------------------
+
+
+def _end_with_parent() -> None:
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def main(folder: str) -> int:
+    """Run a core until it is told to stop or its parent is gone."""
+    _end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent drains, then closes the pipe
+    context = zmq.Context()
+    commands = context.socket(zmq.PULL)
+    outputs = context.socket(zmq.PUSH)
+    outputs.setsockopt(zmq.SNDTIMEO, int(SEND_TIMEOUT_S * 1000))
+    outputs.setsockopt(zmq.LINGER, int(STOP_TIMEOUT_S * 1000))
+    commands.connect(f"ipc://{folder}/commands")
+    outputs.connect(f"ipc://{folder}/outputs")
+    settings = msgspec.msgpack.decode(commands.recv(), type=EngineSettings)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        from mural_server.engine.build import build_core
+
+        core = build_core(settings)
+    except (SettingsError, MemoryError, OSError, ValueError) as error:
+        logger.debug("the core cannot start", exc_info=True)
+        outputs.send(msgspec.msgpack.encode(Failed(str(error) or type(error).__name__)))
+        context.destroy(linger=int(STOP_TIMEOUT_S * 1000))
+        return 1
+    outputs.send(msgspec.msgpack.encode(Started(core.info)))
+    try:
+        _serve(core, commands, outputs)
+    finally:
+        core.close()
+        context.destroy(linger=0)
+    return 0
+
+
+def _serve(core: EngineCore, commands: zmq.Socket[bytes], outputs: zmq.Socket[bytes]) -> None:
+    news = os.eventfd(0, os.EFD_NONBLOCK)
+    core.on_news = lambda: os.eventfd_write(news, 1)
+    poller = zmq.Poller()
+    poller.register(commands, zmq.POLLIN)
+    poller.register(news, zmq.POLLIN)
+    decoder = msgspec.msgpack.Decoder(Command)
+    encoder = msgspec.msgpack.Encoder()
+    progressed = False
+    while True:
+        timeout = 0 if progressed else STALLED_POLL_MS if core.has_work else IDLE_POLL_MS
+        ready = dict(poller.poll(timeout))
+        if news in ready:
+            os.eventfd_read(news)
+        while commands.poll(0):
+            command = decoder.decode(commands.recv())
+            if isinstance(command, Shutdown):
+                return
+            core.handle(command)
+        progressed = core.step()
+        news_of_step = core.take_outputs()
+        if news_of_step is not None:
+            outputs.send(encoder.encode(news_of_step))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
