@@ -12,11 +12,11 @@ class AdapterLimits:
     """Limits that are held before the thing they bound is read, parsed or matched."""
 
     max_config_bytes: int = 1 << 20
-    max_header_bytes: int = 16 << 20
+    max_header_bytes: int = 4 << 20
     max_template_bytes: int = 256 << 10
     max_manifest_bytes: int = 1 << 20
     max_weights_bytes: int = 8 << 30
-    max_tensors: int = 32_768
+    max_tensors: int = 16_384
     max_tensor_name_chars: int = 512
     max_json_depth: int = 16
     max_targets: int = 8_192

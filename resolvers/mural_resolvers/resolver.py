@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -132,10 +132,9 @@ class LoRAResolverRegistry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or RegistrySettings()
-        names = [resolver.name for resolver in resolvers]
-        if len(set(names)) != len(names):
-            raise ValueError(f"two resolvers share a name: {names}")
-        self._resolvers = tuple(resolvers)
+        self._resolvers = {resolver.name: resolver for resolver in resolvers}
+        if len(self._resolvers) != len(resolvers):
+            raise ValueError("two resolvers share a name")
         self._base = base
         self._ids = ids
         self._settings = settings
@@ -196,8 +195,7 @@ class LoRAResolverRegistry:
             adapter = await self.resolve(principal, parse_name(request.lora_name))
             if adapter.manifest.digest != request.digest:
                 raise Unavailable("The adapter's content changed while it was waited for.")
-        source = next(r for r in self._resolvers if r.name == adapter.source)
-        async with source.lease(adapter) as path:
+        async with self._resolvers[adapter.source].lease(adapter) as path:
             yield path
 
     def forget(self, name: AdapterName) -> None:
@@ -211,7 +209,7 @@ class LoRAResolverRegistry:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
-        for resolver in self._resolvers:
+        for resolver in self._resolvers.values():
             await resolver.close()
 
     def check_integrity(self) -> None:
@@ -262,7 +260,7 @@ class LoRAResolverRegistry:
 
     async def _ask_in_order(self, principal: Principal, name: AdapterName) -> ResolvedAdapter:
         down: list[str] = []
-        for resolver in self._resolvers:
+        for resolver in self._resolvers.values():
             try:
                 adapter = await resolver.resolve(principal, name, self._base)
             except AdapterNotFound:
@@ -279,7 +277,8 @@ class LoRAResolverRegistry:
                 down.append(resolver.name)
                 continue
             if adapter is not None and _names_the_same(adapter.name, name):
-                return adapter
+                # The registry knows whom it asked: leases depend on it.
+                return replace(adapter, source=resolver.name)
             if adapter is not None:
                 logger.error("resolver %s gave %s for %s", resolver.name, adapter.name, name)
                 down.append(resolver.name)

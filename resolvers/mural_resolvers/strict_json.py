@@ -10,7 +10,8 @@ __all__ = ["JsonRefused", "JsonValue", "parse_object"]
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, and it also matches a string that never ends: no byte is looked at twice.
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _MAX_INT_DIGITS = 19
 

@@ -88,5 +88,16 @@ def test_brackets_in_strings_are_no_depth() -> None:
     assert parse(json.dumps({"a": text}).encode()) == {"a": text}
 
 
+@pytest.mark.parametrize("ending", [b"", b"\\", b"\\\\", b'"}', b'" "'])
+def test_escapes_cost_no_more_than_their_length(ending: bytes) -> None:
+    """A string without an end was scanned again from each of its quotes: hours for a megabyte."""
+    data = b'{"a": "' + b'\\"' * 2_000_000 + ending
+
+    try:
+        assert parse_object(data, max_bytes=len(data), max_depth=16) == {"a": '"' * 2_000_000}
+    except JsonRefused:
+        assert ending != b'"}'
+
+
 def test_a_float_that_overflows_is_left_to_whoever_reads_the_number() -> None:
     assert parse(b'{"a": 1e999}') == {"a": float("inf")}
