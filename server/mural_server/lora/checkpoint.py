@@ -59,8 +59,8 @@ WeightDType = Literal["float32", "bfloat16", "float16"]
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-LoadPhase = Literal["judge", "convert"]
-"""Reading comes first; ``judge`` matches the uploaded expressions, ``convert`` only computes."""
+LoadPhase = Literal["read", "judge", "convert"]
+"""In this order; ``judge`` matches the uploaded expressions, the others have no such traps."""
 
 BaseDigest = Callable[[str], str | None]
 """`tensor_digest` of a module's raw weight as served, or None if the base keeps none."""
@@ -133,6 +133,7 @@ def read_checkpoint(
     loader process, under its deadline. Raises ``UnusableAdapter`` with the reason,
     ``ManifestMismatch`` when the content is not ``expected_digest``, ``TooLarge`` above a limit.
     """
+    on_phase("read")
     source = _read_files(folder, options.limits, expected_digest)
     on_phase("judge")
     config = PeftConfig.from_json(source.config, options.limits)

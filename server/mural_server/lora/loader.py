@@ -7,7 +7,6 @@ make the child hang, crash or run out of memory, which costs one load and a rest
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import queue
 import socket
@@ -31,7 +30,13 @@ from mural_resolvers.errors import (
     UnusableAdapter,
 )
 from mural_resolvers.request import LoRARequest
-from mural_server.lora.checkpoint import BaseDigest, CheckpointHeader, LoadOptions, no_base_digest
+from mural_server.lora.checkpoint import (
+    BaseDigest,
+    CheckpointHeader,
+    LoadOptions,
+    LoadPhase,
+    no_base_digest,
+)
 from mural_server.lora.loader_protocol import (
     AskBaseDigest,
     BaseDigestAnswer,
@@ -44,6 +49,7 @@ from mural_server.lora.loader_protocol import (
     Start,
 )
 from mural_server.lora.model import LoRAModel
+from mural_server.lora.stack import allocate_zeroed
 
 __all__ = ["AdapterLoader", "LoaderLimits"]
 
@@ -178,7 +184,7 @@ class AdapterLoader:
     def _load(self, lora: LoRARequest) -> LoRAModel:
         if self._closing.is_set():
             raise _closed()
-        phase = "read"
+        phase: LoadPhase = "read"
         end = time.monotonic() + self._limits.load_timeout_s
         try:
             channel = self._begin(lora, end)
@@ -204,27 +210,33 @@ class AdapterLoader:
             raise Unavailable("The adapter's loader died; try again.") from None
 
     def _begin(self, lora: LoRARequest, end: float) -> Channel:
-        """Hand the load to a child; one that died idle is replaced, and no load's fault."""
+        """Hand the load to a child, which says that it began.
+
+        A child that died before it could say so died idle: it is replaced, and no load fails.
+        """
         # A little longer than the parent waits, which it normally is there to do.
         give_up_s = self._limits.load_timeout_s + 5.0
         load = Load(os.path.abspath(lora.lora_path), lora.digest, give_up_s)
-        channel = self._child.ensure()
-        channel.deadline = end
         try:
-            channel.send(load)
+            return self._hand_over(load, end)
         except ChannelClosed:
             self._child.kill()
-            channel = self._child.ensure()
-            channel.deadline = end
-            channel.send(load)
+            return self._hand_over(load, end)
+
+    def _hand_over(self, load: Load, end: float) -> Channel:
+        channel = self._child.ensure()
+        channel.deadline = end
+        channel.send(load)
+        if channel.from_child() != PhaseBegins("read"):
+            raise ChannelClosed("a load that did not begin")
         return channel
 
-    def _deadline(self, phase: str, end: float) -> float:
+    def _deadline(self, phase: LoadPhase, end: float) -> float:
         if phase == "judge":
             return min(end, time.monotonic() + self._limits.judge_timeout_s)
         return end
 
-    def _too_slow(self, phase: str) -> MuralError:
+    def _too_slow(self, phase: LoadPhase) -> MuralError:
         if phase == "judge":
             return UnusableAdapter(
                 "The patterns of adapter_config.json took more than "
@@ -322,9 +334,8 @@ def _receive(
     limit = options.max_payload_bytes
     if header.num_bytes <= 0 or (limit is not None and header.num_bytes > limit):
         raise ChannelClosed("a payload that was not agreed on")
-    memory = mmap.mmap(-1, header.num_bytes)
-    channel.receive_into(memoryview(memory))
-    payload = torch.frombuffer(memory, dtype=torch.uint8)
+    payload, _ = allocate_zeroed((header.num_bytes,), torch.uint8, torch.device("cpu"))
+    channel.receive_into(payload.numpy().data)
     return LoRAModel.from_payload(header, payload, lora.lora_int_id)
 
 

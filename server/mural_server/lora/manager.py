@@ -358,6 +358,8 @@ class LoRAModelManager:
         self._last_mapping = None
         self.punica.update_metadata(mapping, self.slot_of, self._rank_rows.blocks)
         self._last_mapping = key
+        for lora_id in sorted(mapping.lora_ids):
+            self.touch_active(lora_id)
         return True
 
     def set_logits_mapping(self, lora_ids: tuple[int, ...]) -> None:

@@ -28,7 +28,8 @@ def allocate_zeroed(
     num_bytes = int(torch.Size(shape).numel()) * dtype.itemsize
     if device.type != "cpu" or num_bytes == 0:
         return torch.zeros(*shape, dtype=dtype, device=device), None
-    memory = mmap.mmap(-1, num_bytes)
+    # Private: of a shared mapping, pages that are dropped would live on in shared memory.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(*shape), memory
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig
 
 from mural_resolvers.base_spec import BaseSpec
 from mural_server.lora.checkpoint import LoadOptions
@@ -19,6 +19,7 @@ from mural_server.lora.config import LoRAConfig
 from mural_server.lora.manager import LoRAModelManager, LRUCacheLoRAModelManager
 from mural_server.lora.mapping import ChunkMapping, LoRAMapping
 from mural_server.lora.model import LoRAModel
+from mural_server.lora.weights import LoRALayerWeights
 from mural_server.models.base import CausalLM
 from mural_server.models.loader import load_model
 from mural_server.ops import AttentionBatch, KVLayer, PrefillChunk, select_ops
@@ -114,6 +115,26 @@ class Lab:
         return manager
 
 
+def random_model(
+    spec: BaseSpec, lora_id: int, rank: int, modules: Sequence[str], *, nbytes: int | None = None
+) -> LoRAModel:
+    """A model of random weights for the named modules, every second one of a lower rank."""
+    generator = torch.Generator().manual_seed(lora_id)
+    loras = {}
+    for index, name in enumerate(modules):
+        own = max(1, rank - index % 2)
+        fan_in, fan_out = spec.modules[name].in_features, spec.modules[name].out_features
+        loras[name] = LoRALayerWeights(
+            name,
+            own,
+            1.0,
+            torch.randn(own, fan_in, generator=generator),
+            torch.randn(own, fan_out, generator=generator),
+        )
+    size = sum(w.lora_a.nbytes + w.lora_b.nbytes for w in loras.values())
+    return LoRAModel(lora_id, rank, loras, size if nbytes is None else nbytes)
+
+
 def prefill(model: CausalLM, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """All prompts as chunks of one step over a fresh KV pool → logits of all rows."""
     block = 64
@@ -155,30 +176,34 @@ def prompts_mapping(prompts: Sequence[Sequence[int]], lora_ids: Sequence[int]) -
     )
 
 
+class Labs(dict[str, Lab]):
+    """Labs by the name of their base, made when first asked for."""
+
+    def __init__(self, configs: dict[str, PreTrainedConfig], root: Path) -> None:
+        super().__init__()
+        self._configs, self._root = configs, root
+
+    def __missing__(self, name: str) -> Lab:
+        folder = self._root / name
+        torch.manual_seed(7)
+        AutoModelForCausalLM.from_config(self._configs[name]).save_pretrained(folder / "base")
+        self[name] = Lab(folder / "base", folder)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
-def labs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lab]]:
+def labs(tmp_path_factory: pytest.TempPathFactory) -> Labs:
     """Labs by the name of their base: tied and untied Llama, Gemma with its scaled table."""
     configs = {
         "tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
         "untied": LlamaConfig(**SHAPE, tie_word_embeddings=False),
         "gemma3": Gemma3TextConfig(**SHAPE, query_pre_attn_scalar=12),
     }
-    made: dict[str, Lab] = {}
-
-    class Labs(dict[str, Lab]):
-        def __missing__(self, name: str) -> Lab:
-            folder = tmp_path_factory.mktemp(name)
-            torch.manual_seed(7)
-            AutoModelForCausalLM.from_config(configs[name]).save_pretrained(folder / "base")
-            self[name] = Lab(folder / "base", folder)
-            return self[name]
-
-    del made
-    yield Labs()
+    return Labs(configs, tmp_path_factory.mktemp("labs"))
 
 
 @pytest.fixture(scope="session")
-def lab(labs: dict[str, Lab]) -> Lab:
+def lab(labs: Labs) -> Lab:
     return labs["tied"]
 
 
@@ -190,3 +215,8 @@ def run_prefill():
 @pytest.fixture(scope="session")
 def map_prompts():
     return prompts_mapping
+
+
+@pytest.fixture(scope="session")
+def make_model():
+    return random_model

@@ -62,12 +62,15 @@ PROMPTS = [[3, 9, 27, 81, 5], [1, 2], [3, 9, 27, 81, 5], [7, 8, 9, 10], [3, 9, 2
 
 
 @pytest.mark.parametrize("base", ["tied", "untied", "gemma3"])
-@pytest.mark.parametrize("sampled", [["plain", "rank and alpha patterns", "q and v only"],
-                                     ["embedding", "lm_head", "embedding and lm_head"]],
-                         ids=["linears", "embeddings"])
-def test_a_mixed_batch_answers_each_row_as_peft_does(
-    labs, base, sampled, run_prefill, map_prompts
-):
+@pytest.mark.parametrize(
+    "sampled",
+    [
+        ["plain", "rank and alpha patterns", "q and v only"],
+        ["embedding", "lm_head", "embedding and lm_head"],
+    ],
+    ids=["linears", "embeddings"],
+)
+def test_a_mixed_batch_answers_each_row_as_peft_does(labs, base, sampled, run_prefill, map_prompts):
     lab = labs[base]
     manager = lab.manager()
     worker = LRUCacheWorkerLoRAManager(manager)
