@@ -56,6 +56,7 @@ ALIASES_FILE = "_aliases.json"
 
 _MAX_LISTED = 10_000
 _MAX_REMEMBERED = 16_384
+_LOOK_UP_THREADS = 4
 _HASHING_THREADS = 2
 # A file written again within its clock's tick keeps its times: young files are hashed anew.
 _SETTLED_NS = 2_000_000_000
@@ -93,7 +94,9 @@ class DirectoryResolver(LoRAResolver):
         self._now_ns = now_ns
         self._manifests: _Remembered[tuple[_Stamp, ...], Manifest] = _Remembered()
         self._first_digests: _Remembered[AdapterName, str] = _Remembered()
-        self._threads = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="adapter-dir")
+        # Apart, so that a look-up of what is known waits for nobody's cold files.
+        self._look_ups = ThreadPoolExecutor(_LOOK_UP_THREADS, thread_name_prefix="adapter-dir")
+        self._hashing = ThreadPoolExecutor(_HASHING_THREADS, thread_name_prefix="adapter-hash")
 
     @property
     def name(self) -> str:
@@ -108,45 +111,78 @@ class DirectoryResolver(LoRAResolver):
         Raises ``UnusableAdapter`` or ``TooLarge`` for what lies there, ``Conflict`` for other
         content under a known name, ``Unavailable`` when the directory cannot be read.
         """
-        return await self._in_thread(lambda: self.find(name))
+        loop = asyncio.get_running_loop()
+        located = await loop.run_in_executor(self._look_ups, self._locate, name)
+        if located is None:
+            return None
+        manifest = located.known
+        if manifest is None:
+            manifest = await loop.run_in_executor(self._hashing, self._read, located)
+        return self._answer(located, manifest)
 
     async def list(self, tenant: str) -> tuple[ListedAdapter, ...]:
         """The versions in a tenant's folder, in order of name; at most 10,000."""
-        return await self._in_thread(lambda: self.find_all(tenant))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._look_ups, self.find_all, tenant)
 
     async def close(self) -> None:
         """Stop the threads; a file that is being hashed is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _in_thread(self, work: Callable[[], V]) -> V:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        self._look_ups.shutdown(wait=False, cancel_futures=True)
+        self._hashing.shutdown(wait=False, cancel_futures=True)
 
     def find(self, name: AdapterName) -> ResolvedAdapter | None:
         """``resolve`` without an event loop. Reads every byte of a version not yet known."""
+        located = self._locate(name)
+        if located is None:
+            return None
+        return self._answer(located, located.known or self._read(located))
+
+    def _locate(self, name: AdapterName) -> _Located | None:
+        """Find the folder and what is known of it; reads no weights."""
         with _reading():
             if not self._root.is_dir():
                 raise Unavailable("The directory of adapters is not there.")
-            return self._find(name)
+            folder = self._adapter_folder(name)
+            version = None if folder is None else self._exact_version(folder, name.version)
+            if folder is None or version is None:
+                return None
+            path = contained(folder / version, self._tenant_folder(name.tenant))
+            stamps = self._stamps(path)
+            return _Located(name.at(version), path, stamps, self._manifests.get(stamps))
 
-    def _find(self, name: AdapterName) -> ResolvedAdapter | None:
-        folder = self._adapter_folder(name)
-        if folder is None:
-            return None
-        version = self._exact_version(folder, name.version)
-        if version is None:
-            return None
-        exact = name.at(version)
-        path = contained(folder / version, self._tenant_folder(name.tenant))
-        manifest = self._manifest(path)
-        first = self._first_digests.setdefault(exact, manifest.digest)
+    def _read(self, located: _Located) -> Manifest:
+        """Hash the files, hold them to the manifest beside them, remember the result."""
+        with _reading():
+            manifest = build_manifest(located.path, self._limits)
+            stated = read_manifest(located.path, self._limits)
+            if stated is not None:
+                check_same(manifest, stated)
+            youngest = max(stamp.changed_ns for stamp in located.stamps)
+            settled = self._now_ns() - youngest > _SETTLED_NS
+            if settled and located.stamps == self._stamps(located.path):
+                self._manifests.put(located.stamps, manifest)
+            return manifest
+
+    def _answer(self, located: _Located, manifest: Manifest) -> ResolvedAdapter:
+        first = self._first_digests.setdefault(located.name, manifest.digest)
         if first != manifest.digest:
             raise Conflict(
-                f"The content of {exact} changed; a version is immutable: use another version."
+                f"The content of {located.name} changed; a version is immutable: "
+                "use another version."
             )
-        return ResolvedAdapter(name=exact, path=path, manifest=manifest, source=self.name)
+        return ResolvedAdapter(
+            name=located.name, path=located.path, manifest=manifest, source=self.name
+        )
+
+    def _stamps(self, folder: Path) -> tuple[_Stamp, ...]:
+        names = (*engine_files(folder, self._limits), MANIFEST_FILE)
+        return tuple(_stamp(folder / name) for name in names)
 
     def find_all(self, tenant: str) -> tuple[ListedAdapter, ...]:
-        """``list`` without an event loop; raises ``MalformedName`` for a wrong tenant."""
+        """``list`` without an event loop; raises ``MalformedName`` for a wrong tenant.
+
+        Adapters whose folder is a link out of the tenant's are left out.
+        """
         if not is_tenant(tenant):
             raise MalformedName(f"{quoted(tenant)} is not a tenant name.")
         with _reading():
@@ -158,8 +194,10 @@ class DirectoryResolver(LoRAResolver):
             if not is_tenant(adapter):
                 continue
             name = AdapterName(tenant, adapter, LATEST)
-            folder = self._adapter_folder(name)
-            for version in _versions(folder) if folder else ():
+            folder = Path(os.path.realpath(self._tenant_folder(tenant) / adapter))
+            if not folder.is_relative_to(self._tenant_folder(tenant)):
+                continue
+            for version in _versions(folder):
                 found.add(ListedAdapter(name.at(version), self._root / tenant / adapter / version))
                 if len(found) >= _MAX_LISTED:
                     return tuple(sorted(found))
@@ -208,22 +246,6 @@ class DirectoryResolver(LoRAResolver):
             return {}
         return parse_aliases(read_bounded(contained(path, folder), MAX_ALIAS_FILE_BYTES))
 
-    def _manifest(self, folder: Path) -> Manifest:
-        names = engine_files(folder, self._limits)
-        stamps = tuple(_stamp(folder / name) for name in (*names, MANIFEST_FILE))
-        known = self._manifests.get(stamps)
-        if known is not None:
-            return known
-        manifest = build_manifest(folder, self._limits)
-        stated = read_manifest(folder, self._limits)
-        if stated is not None:
-            check_same(manifest, stated)
-        if stamps == tuple(_stamp(folder / name) for name in (*names, MANIFEST_FILE)):
-            youngest = max(stamp.changed_ns for stamp in stamps)
-            if self._now_ns() - youngest > _SETTLED_NS:
-                self._manifests.put(stamps, manifest)
-        return manifest
-
 
 @dataclass(frozen=True, slots=True)
 class _Stamp:
@@ -239,6 +261,16 @@ class _Stamp:
     @property
     def changed_ns(self) -> int:
         return max(self.mtime_ns, self.ctime_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A version's folder and its files' stamps; ``known`` is the manifest that they had."""
+
+    name: AdapterName
+    path: Path
+    stamps: tuple[_Stamp, ...]
+    known: Manifest | None
 
 
 def _stamp(path: Path) -> _Stamp:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -416,6 +418,48 @@ async def test_a_tenant_s_versions_are_listed(
     assert [str(item.name) for item in listed] == ["acme:v2", "acme/sql:v1"]
     assert resolver.tenants() == ("acme", "globex")
     assert await resolver.list("nobody") == ()
+
+
+def test_a_link_out_does_not_hide_the_rest_of_a_list(
+    root: Path, resolver: DirectoryResolver, write_adapter: WriteAdapter
+) -> None:
+    write_adapter(root / "acme" / "sql" / "v1")
+    write_adapter(root / "globex" / "secret" / "v1")
+    (root / "acme" / "stolen").symlink_to("../globex/secret")
+
+    assert [str(item.name) for item in resolver.find_all("acme")] == ["acme/sql:v1"]
+
+
+async def test_what_is_known_waits_for_nobody_s_cold_files(
+    root: Path,
+    write_adapter: WriteAdapter,
+    base_spec: BaseSpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known = write_adapter(root / "acme" / "default" / "v1")
+    for version in range(4):
+        write_adapter(root / "globex" / "default" / f"v{version}")
+    resolver = DirectoryResolver(root, now_ns=age(known))
+    resolver.find(parse_name("acme:v1"))
+    release = threading.Event()
+
+    def slow(folder: Path, limits: AdapterLimits) -> Manifest:
+        release.wait()
+        return build_manifest(folder, limits)
+
+    monkeypatch.setattr(directory, "build_manifest", slow)
+    cold = [
+        asyncio.create_task(
+            resolver.resolve(Principal("globex"), parse_name(f"globex:v{n}"), base_spec)
+        )
+        for n in range(4)
+    ]
+
+    assert await resolver.resolve(Principal("acme"), parse_name("acme:v1"), base_spec)
+
+    release.set()
+    assert all(await asyncio.gather(*cold))
+    await resolver.close()
 
 
 async def test_only_a_tenant_s_name_is_listed(resolver: DirectoryResolver) -> None:

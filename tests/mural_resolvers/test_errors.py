@@ -54,3 +54,14 @@ def test_quoted_text_can_go_anywhere(text: str) -> None:
     assert told.isprintable()
     assert len(told) < 800
     json.dumps(told).encode()
+
+
+@pytest.mark.parametrize("status", sorted(set(STATUSES.values())))
+def test_a_status_that_crossed_a_border_is_an_error_again(status: int) -> None:
+    error = errors.error_from_status(status, "reason", 3.0)
+
+    assert (error.status, error.message, error.retry_after_s) == (status, "reason", 3.0)
+
+
+def test_an_unknown_status_is_a_fault_of_the_server() -> None:
+    assert errors.error_from_status(418, "teapot").status == 500
