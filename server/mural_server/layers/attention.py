@@ -39,7 +39,7 @@ class Attention(nn.Module):
         self.q_norm = q_norm
         self.k_norm = k_norm
         self._keys_end = heads + kv_heads
-        self._head_shape = (heads + 2 * kv_heads, head_dim)
+        self._head_shape = (-1, heads + 2 * kv_heads, head_dim)
 
     def forward(
         self,
@@ -50,7 +50,7 @@ class Attention(nn.Module):
         residual: Tensor | None = None,
     ) -> Tensor:
         """``x`` [rows, hidden] → [rows, hidden], plus ``residual`` where given."""
-        qkv = self.qkv_proj(x).unflatten(-1, self._head_shape)
+        qkv = self.qkv_proj(x).view(self._head_shape)
         queries, keys = self._rotated(qkv, rotation)
         self.ops.write_kv(kv, keys, qkv[:, self._keys_end :], batch.kv_slots)
         attended = self.ops.attention(queries, kv, batch, self.spec)

@@ -93,6 +93,11 @@ def read_architecture(config: PreTrainedConfig, hidden_act: str) -> Architecture
     for name in _NEVER:
         if getattr(config, name, None):
             raise UnsupportedModel(f"{config.model_type}: {name} is not supported")
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise UnsupportedModel(
+            f"{config.model_type}: {config.num_attention_heads} query heads cannot share "
+            f"{config.num_key_value_heads} key and value heads"
+        )
     sliding = [kind == SLIDING for kind in layer_types(config)]
     return Architecture(
         vocab_size=config.vocab_size,

@@ -28,6 +28,8 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     if arch not in _MODEL_TYPES:
         known = ", ".join(_MODEL_TYPES)
         raise UnsupportedModel(f"GGUF architecture {arch!r} is not supported; supported: {known}")
+    if (file.number("split.count") or 1) > 1:
+        raise UnsupportedModel("split.count: a GGUF model in several files is not supported")
     if file.number(f"{arch}.expert_count"):
         raise UnsupportedModel(f"{arch}.expert_count: mixtures of experts are not supported")
     values = _renamed(file, arch)

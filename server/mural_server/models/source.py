@@ -18,6 +18,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 
 from mural_server.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
@@ -74,11 +75,15 @@ def load_config(path: str) -> PreTrainedConfig:
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer, with its chat template where the model has one."""
-    folder, file = (str(Path(path).parent), Path(path).name) if _is_gguf(path) else (path, None)
+    if _is_gguf(path):
+        # AutoTokenizer would read the file thrice, slowly, to arrive at the same tokenizer.
+        folder, file = str(Path(path).parent), Path(path).name
+        with _read_from(path):
+            return PreTrainedTokenizerFast.from_pretrained(
+                folder, gguf_file=file, local_files_only=True
+            )
     with _read_from(path):
-        return AutoTokenizer.from_pretrained(
-            folder, gguf_file=file, local_files_only=True, trust_remote_code=False
-        )
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def load_generation_defaults(path: str) -> GenerationDefaults:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from mural_server.models.errors import CheckpointError, ModelError, UnsupportedModel
 from mural_server.models.gguf_file import GGUFFile
@@ -175,7 +175,31 @@ def test_rope_scaling_of_the_metadata_is_applied(
     assert_same_logits(path, source, paged, new_sequence, oracle_logits)
 
 
+def test_gemma3_rope_scaling_is_applied_to_the_global_layers_alone(
+    tiny_save, tmp_path: Path, paged, new_sequence, oracle_logits
+) -> None:
+    def scale(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+
+    rope = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    source = tiny_save(
+        "gemma3",
+        tmp_path / "source",
+        num_hidden_layers=7,
+        query_pre_attn_scalar=16,
+        layer_types=None,
+        rope_parameters=rope,
+    )
+    path = write_gguf(tmp_path / "model.gguf", source, extra=scale)
+    assert_same_logits(path, source, paged, new_sequence, oracle_logits)
+
+
 REFUSED = {
+    "split.count": lambda writer: writer.add_uint16("split.count", 2),
     "expert_count": lambda writer: writer.add_expert_count(8),
     "rope.scaling.type": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
     "partial rotation": lambda writer: writer.add_key_length(32),
@@ -262,6 +286,18 @@ def test_smollm2_equals_transformers(paged, new_sequence, oracle_logits) -> None
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
     torch.testing.assert_close(logits.log_softmax(-1), expected.log_softmax(-1), atol=1e-3, rtol=0)
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.slow
+def test_smollm2_is_tokenized_as_transformers_does_by_itself() -> None:
+    path = Path(default_model_path())
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = load_tokenizer(str(path))
+    for text in ("two  spaces\n\nand don't", "grüß 🖌 12345", "<|im_start|>user\nhi<|im_end|>"):
+        assert ours(text)["input_ids"] == theirs(text)["input_ids"]
+        assert ours.decode(ours(text)["input_ids"]) == text
+    assert ours.chat_template == theirs.chat_template
+    assert ours.special_tokens_map == theirs.special_tokens_map
 
 
 @pytest.mark.slow

@@ -212,6 +212,7 @@ REFUSED = {
     "quantization_config": ({"quant_method": "gptq", "bits": 4}, "quantization_config"),
     "num_experts": (8, "num_experts"),
     "attn_logit_softcapping": (50.0, "attn_logit_softcapping"),
+    "num_key_value_heads": (3, "4 query heads cannot share 3"),
     "hidden_act": ("relu", "activation 'relu'"),
     "layer_types": (["chunked_attention"] * 3, "layer_types"),
     "partial_rotary_factor": (0.5, "partial_rotary_factor"),
