@@ -463,18 +463,24 @@ def _draw_filtered(draws: _Draws, x: Tensor) -> tuple[Tensor, Tensor]:
     uniforms = draws.uniforms()
     target = _just_below(uniforms * reached[:, -1:], reached[:, -1:])
     tokens = ids.gather(1, order.gather(1, _first_above(reached, target))).squeeze(1)
-    if values.shape[1] < x.shape[1]:
-        # What is kept is a run from the top, so all of it was seen once one was dropped.
-        unsettled = keep[:, -1:] | (draws.top_k >= NUM_CANDIDATES)
-        unsettled &= torch.isfinite(peak)
-        rows = unsettled.squeeze(1).nonzero().squeeze(1)
-        if len(rows):
-            weights = _weights(x[rows], peak[rows], draws.temperature[rows])
-            params = [draws.group.rows[i].sampling for i in rows.tolist()]
-            least = [_least_kept(p, w) for p, w in zip(params, weights.cpu().numpy(), strict=True)]
-            weights[weights < torch.tensor(least, device=x.device).unsqueeze(1)] = 0.0
-            tokens[rows] = _invert(weights, uniforms[rows])
+    # What is kept is a run from the top, so all of it was seen once one was dropped.
+    unsettled = keep[:, -1:] | (draws.top_k >= NUM_CANDIDATES)
+    unsettled &= torch.isfinite(peak)
+    again = unsettled.squeeze(1).nonzero().squeeze(1)
+    if len(again) and values.shape[1] < x.shape[1]:
+        tokens[again] = _draw_over_all(draws, x, peak, uniforms, again)
     return peak.squeeze(1), tokens
+
+
+def _draw_over_all(
+    draws: _Draws, x: Tensor, peak: Tensor, uniforms: Tensor, rows: Tensor
+) -> Tensor:
+    """Draw for the rows of which more than the candidates may be kept."""
+    weights = _weights(x[rows], peak[rows], draws.temperature[rows])
+    params = [draws.group.rows[i].sampling for i in rows.tolist()]
+    least = [_least_kept(p, w) for p, w in zip(params, weights.cpu().numpy(), strict=True)]
+    kept = weights >= torch.tensor(least, device=x.device).unsqueeze(1)
+    return _invert(torch.where(kept, weights, 0.0), uniforms[rows])
 
 
 def _kept_candidates(draws: _Draws, x: Tensor, values: Tensor, weight: Tensor) -> Tensor:

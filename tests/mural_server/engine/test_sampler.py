@@ -170,6 +170,17 @@ def test_tokens_that_tie_with_the_kth_stay_as_in_transformers() -> None:
     assert len(set(drawn)) > 300
 
 
+@pytest.mark.parametrize(("tied", "top_p"), [(range(50, 150), 0.3), (range(2000), 0.99)])
+def test_tokens_that_tie_with_the_last_of_top_p_stay(tied: range, top_p: float) -> None:
+    logits = torch.full((800, 2000), 0.0)
+    logits[:, 50:150] = 4.0
+    rows = [Row(SamplingParams(top_p=top_p), seed=seed) for seed in range(800)]
+    drawn = set(token_ids(Sampler().sample(logits.bfloat16(), rows)))
+    assert drawn <= set(tied)
+    assert len(drawn) > 95
+    assert (max(drawn) > 1900) == (max(tied) > 1900)
+
+
 @given(
     seed=st.integers(0, 2**63 - 1),
     tokens=st.lists(st.integers(0, 49), min_size=4, max_size=30),
