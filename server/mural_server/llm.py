@@ -252,22 +252,25 @@ class LLM:
     ) -> list[RequestOutput]:
         known = {lora: await self._adapter(lora) for lora in dict.fromkeys(adapters)}
         with _progress(show_progress) as progress:
-            bar = progress.add_task("prompts", total=len(prompts), rate="")
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._one(prompt, sampling, known[lora], progress))
-                    for prompt, sampling, lora in zip(prompts, params, adapters, strict=True)
-                ]
+            bar = progress.add_task("prompts", total=len(prompts))
+            tasks = [
+                asyncio.create_task(self._one(prompt, sampling, known[lora]))
+                for prompt, sampling, lora in zip(prompts, params, adapters, strict=True)
+            ]
+            for task in tasks:
+                task.add_done_callback(lambda _: progress.advance(bar))
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
                 for task in tasks:
-                    task.add_done_callback(lambda _: progress.advance(bar))
-        return [task.result() for task in tasks]
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _one(
         self,
         prompt: Prompt,
         sampling: SamplingParams,
         lora: LoRARequest | None,
-        progress: Progress,
     ) -> RequestOutput:
         text = prompt if isinstance(prompt, str) else None
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)

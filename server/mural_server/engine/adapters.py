@@ -91,11 +91,11 @@ class Adapters:
 
     # -- loads ---------------------------------------------------------------------------------
 
-    def start_loads(self, queue: Iterable[int], in_use: Collection[int]) -> None:
+    def start_loads(self, queue: Iterable[int], *, busy: Set[int], in_use: Collection[int]) -> None:
         """Load the first of those that wait for a slot, then what was asked to be resident.
 
-        ``in_use`` adapters keep their place in host memory; so do the next in the queue, lest
-        they be evicted just before their turn.
+        ``busy`` adapters have unfinished requests. Those ``in_use`` keep their place in host
+        memory; so do the next in the queue, lest they be evicted just before their turn.
         """
         waiting = list(queue)
         ready = self.ready
@@ -106,7 +106,7 @@ class Adapters:
                 break
             if lora_int_id not in ready and lora_int_id not in self._loading:
                 self._load(lora_int_id)
-        self._prune(waiting)
+        self._prune(busy)
 
     def _room_beside_slots(self) -> int:
         config = self._manager.config
@@ -117,11 +117,11 @@ class Adapters:
         self._loading[lora_int_id] = future
         future.add_done_callback(lambda _: self.on_news())
 
-    def _prune(self, waiting: Collection[int]) -> None:
+    def _prune(self, busy: Set[int]) -> None:
         """Forget who the adapters were that nobody asks for any more."""
-        if len(self._known) <= 2 * (self._manager.config.max_cpu_loras + len(waiting)):
+        if len(self._known) <= 2 * (self._manager.config.max_cpu_loras + len(busy)):
             return
-        keep = {*waiting, *self.ready, *self._loading, *self._preloads}
+        keep = {*busy, *self.ready, *self._loading, *self._preloads}
         self._known = {i: lora for i, lora in self._known.items() if i in keep}
         self._tenants = {i: tenant for i, tenant in self._tenants.items() if i in keep}
 

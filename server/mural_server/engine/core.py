@@ -279,7 +279,7 @@ class EngineCore:
         slots = self._scheduler.slots
         for lora_int_id in slots.holders - adapters.in_slots:
             slots.lose(lora_int_id)
-        adapters.start_loads(slots.queue, in_use=self._in_use())
+        adapters.start_loads(slots.queue, busy=self._scheduler.busy_adapters, in_use=self._in_use())
 
     def _fail(self, failure: AdapterFailure) -> None:
         """An adapter cannot be used: tell all who asked for it."""
