@@ -17,7 +17,7 @@ from mural_server.models.architecture import Architecture, LayerKind
 from mural_server.ops.base import Ops
 from mural_server.ops.batch import AttentionBatch, KVLayer
 
-__all__ = ["Decoder", "DecoderLayer", "PreNormDecoderLayer"]
+__all__ = ["Decoder", "DecoderLayer", "PreNormDecoderLayer", "norm"]
 
 
 class DecoderLayer(nn.Module, ABC):

@@ -1,8 +1,8 @@
 """A configuration from a GGUF file's metadata, by the renames that transformers keeps.
 
 Where transformers passes over a key that changes the forward pass, it is honoured or refused
-here: scaled rotary frequencies (``rope_freqs.weight``, ``rope.scaling``), the head size of Qwen3,
-Gemma 3's attention scale.
+here: scaled rotary frequencies (``rope_freqs.weight``, ``rope.scaling``), biases, the head size
+of Qwen3, Gemma 3's attention scale.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def gguf_config(file: GGUFFile) -> PreTrainedConfig:
     values["tie_word_embeddings"] = "output.weight" not in file.tensors
     if "vocab_size" not in values:
         values["vocab_size"] = _vocabulary(file)
-    values |= _head_dim(file, arch) | _rope_scaling(file, arch) | _window(file, arch)
+    values |= (
+        _biases(file) | _head_dim(file, arch) | _rope_scaling(file, arch) | _window(file, arch)
+    )
     model_type = "mistral" if arch == "llama" and "sliding_window" in values else _MODEL_TYPES[arch]
     config = AutoConfig.for_model(model_type, **values)
     if "rope_freqs.weight" in file.tensors:
@@ -67,6 +69,12 @@ def _vocabulary(file: GGUFFile) -> int:
     if "token_embd.weight" not in file.tensors:
         raise CheckpointError(f"{file.path} holds no token_embd.weight")
     return file.tensors["token_embd.weight"].shape[0]
+
+
+def _biases(file: GGUFFile) -> Values:
+    # No key tells; Qwen2's biases on query, key and value alone are the family's own.
+    tensors = {"attention_bias": "blk.0.attn_output.bias", "mlp_bias": "blk.0.ffn_down.bias"}
+    return {name: True for name, tensor in tensors.items() if tensor in file.tensors}
 
 
 def _head_dim(file: GGUFFile, arch: str) -> Values:
