@@ -71,7 +71,7 @@ class SandboxedRenderer:
     """One worker process, started when first needed and again after every kill."""
 
     def __init__(self, deadline_s: float = DEADLINE_S) -> None:
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
@@ -103,12 +103,12 @@ class SandboxedRenderer:
         process = await self._running()
         done = False
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 answer = await _ask(process, frame)
             done = True
             return answer
         except TimeoutError:
-            raise TemplateUnusable(f"it takes longer than {self._deadline_s:g} s") from None
+            raise TemplateUnusable(f"it takes longer than {self.deadline_s:g} s") from None
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
             raise TemplateUnusable("it ended the process that renders it") from None
         finally:

@@ -34,7 +34,8 @@ def completion_sampling(
         defaults,
         vocab_size=vocab_size,
         # An echo of nothing but the prompt still takes a step; its token is dropped later.
-        max_tokens=max(1, min(max_tokens, room)),
+        asked=max(1, max_tokens),
+        room=room,
         logprobs=body.logprobs,
         prompt_logprobs=(
             body.logprobs
@@ -53,7 +54,8 @@ def chat_sampling(
         body,
         defaults,
         vocab_size=vocab_size,
-        max_tokens=max(1, min(asked, room)),
+        asked=asked,
+        room=room,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
     )
@@ -69,13 +71,20 @@ def _params(
     defaults: SamplingDefaults,
     *,
     vocab_size: int,
-    max_tokens: int,
+    asked: int,
+    room: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
+    if body.min_tokens > asked:
+        raise BadParameter(
+            f"min_tokens ({body.min_tokens}) is above max_tokens ({asked}).", at="min_tokens"
+        )
+    # What the context cannot hold is not generated, whatever was asked for.
+    max_tokens = min(asked, room)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     try:
         return SamplingParams(

@@ -94,15 +94,14 @@ class StateFeed:
         self._read.set()
         try:
             self.refresh()
-            place = since
-            if place is None or not self._kept(place):
-                yield _event(self.snapshot)
-                place = self.snapshot.seq
+            place = -1 if since is None else since
             while not self._closed:
                 if not self._kept(place):
-                    # A reader that was too slow begins again.
-                    yield _event(self.snapshot)
-                    place = self.snapshot.seq
+                    # A new reader, or one that was too slow. Time passes while it reads.
+                    snapshot = self.snapshot
+                    place = snapshot.seq
+                    yield _event(snapshot)
+                    continue
                 news = b"".join(event for seq, event in self._events if seq > place)
                 if news:
                     place = self.snapshot.seq

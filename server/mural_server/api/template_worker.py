@@ -26,6 +26,9 @@ MAX_OUTPUT_CHARS = 4 << 20
 MAX_FRAME_BYTES = 64 << 20
 MEMORY_BYTES = 1 << 30
 
+# Marks where the last message ends; transformers' own, so that templates meet nothing new.
+_END_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+
 
 class TemplateUnusable(Exception):
     """The template itself is at fault: it does not parse, or gives too much."""
@@ -88,6 +91,8 @@ def render(template: str, context: dict[str, Any], *, continue_final_message: bo
         compiled = _compiled(template)
     except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError, MemoryError) as error:
         raise TemplateUnusable(f"it does not parse ({type(error).__name__})") from None
+    if continue_final_message:
+        context = _tagged(context)
     pieces: list[str] = []
     size = 0
     try:
@@ -103,19 +108,22 @@ def render(template: str, context: dict[str, Any], *, continue_final_message: bo
     except Exception as error:  # whatever a template's expression may raise
         raise TemplateRefused(f"{type(error).__name__}: {str(error)[:300]}") from None
     text = "".join(pieces)
-    return _cut_after_final(text, context["messages"]) if continue_final_message else text
+    return _cut_at_tag(text) if continue_final_message else text
 
 
-def _cut_after_final(text: str, messages: list[dict[str, Any]]) -> str:
-    final = str(messages[-1]["content"])
-    place = text.rfind(final.strip())
+def _tagged(context: dict[str, Any]) -> dict[str, Any]:
+    *before, last = context["messages"]
+    last = {**last, "content": f"{last['content']}{_END_TAG}"}
+    return {**context, "messages": [*before, last]}
+
+
+def _cut_at_tag(text: str) -> str:
+    place = text.rfind(_END_TAG.strip())
     if place < 0:
-        raise TemplateRefused(
-            "the last message cannot be continued, since it is not rendered as is"
-        )
-    end = place + len(final.rstrip()) - (len(final) - len(final.lstrip()))
-    # A message that ends in blanks keeps them where the template kept them.
-    return text[: place + len(final)] if text[place:].startswith(final) else text[:end]
+        raise TemplateRefused("the last message is not rendered as is, so it cannot be continued")
+    # A template that trims the message has taken the tag's blank, and may take the message's.
+    kept = text[place:].startswith(_END_TAG)
+    return text[:place] if kept else text[:place].rstrip()
 
 
 def read_frame(stream: BinaryIO) -> bytes | None:

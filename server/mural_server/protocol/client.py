@@ -232,12 +232,12 @@ class ControlClient:
 
 
 async def _head(reader: asyncio.StreamReader) -> _Head:
-    status = (await reader.readuntil(b"\r\n")).split(b" ", 2)
+    _, _, status = (await reader.readuntil(b"\r\n")).partition(b" ")
     headers: dict[str, str] = {}
     for _ in range(MAX_HEADERS):
         line = await reader.readuntil(b"\r\n")
         if line == b"\r\n":
-            return _Head(int(status[1]), headers)
+            return _Head(int(status[:3]), headers)
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip()
     raise ValueError("too many headers")

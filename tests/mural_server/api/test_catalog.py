@@ -1,0 +1,254 @@
+"""Names to weights: look-up order, sharing by digest, reload in place, unload under load."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from mural_resolvers.directory import DirectoryResolver
+from mural_resolvers.errors import (
+    AdapterNotFound,
+    Conflict,
+    Forbidden,
+    InvalidInput,
+    MalformedName,
+    Unavailable,
+    UnusableAdapter,
+)
+from mural_resolvers.request import LoRAIdAllocator
+from mural_resolvers.resolver import LoRAResolverRegistry
+from mural_resolvers.tenants import Principal
+from mural_server.catalog import OPERATOR, AdapterCatalog, AlreadyLoaded
+
+ACME = Principal(tenant="acme")
+
+
+@pytest.fixture
+async def catalog(engine, adapter_dir: Path) -> AsyncIterator[AdapterCatalog]:
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    made = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, roots=[adapter_dir]
+    )
+    yield made
+    await made.close()
+    await registry.close()
+    made.check_integrity()
+
+
+async def lora_of(catalog: AdapterCatalog, model: str, principal: Principal = OPERATOR):
+    async with catalog.use(principal, model) as served:
+        return served.lora
+
+
+async def test_the_base_names_come_first(catalog):
+    assert await lora_of(catalog, "tiny") is None
+
+
+async def test_a_registered_name_comes_before_the_grammar(catalog, adapter_dir):
+    await catalog.load("acme", str(adapter_dir / "globex/default/v1"))
+    async with catalog.use(OPERATOR, "acme") as served:
+        assert served.name == "acme"
+    globex = await lora_of(catalog, "globex:v1")
+    assert served.lora.lora_int_id == globex.lora_int_id
+
+
+async def test_two_names_of_one_content_share_weights_until_the_last_goes(
+    catalog, engine, adapter_dir
+):
+    path = str(adapter_dir / "acme/default/v1")
+    await catalog.load("one", path)
+    await catalog.load("two", path)
+    first, second = await lora_of(catalog, "one"), await lora_of(catalog, "two")
+    assert first.lora_int_id == second.lora_int_id
+    assert (await catalog.unload("one")).host == 0
+    assert first.lora_int_id in engine.resident
+    assert (await catalog.unload("two")).host == 100
+    assert engine.resident == {}
+
+
+async def test_a_reload_in_place_of_other_content_gets_a_new_id(catalog, engine, adapter_dir):
+    await catalog.load("sql", str(adapter_dir / "acme/default/v1"))
+    old = await lora_of(catalog, "sql")
+    await catalog.load("sql", str(adapter_dir / "acme/default/v2"), inplace=True)
+    new = await lora_of(catalog, "sql")
+    assert new.lora_int_id != old.lora_int_id
+    await asyncio.wait_for(engine.removed.wait(), 10)
+    assert set(engine.resident) == {new.lora_int_id}
+
+
+async def test_a_reload_in_place_lets_the_old_content_drain(catalog, engine, adapter_dir):
+    await catalog.load("sql", str(adapter_dir / "acme/default/v1"))
+    async with catalog.use(OPERATOR, "sql") as old:
+        await catalog.load("sql", str(adapter_dir / "acme/default/v2"), inplace=True)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert old.lora.lora_int_id in engine.resident
+    await asyncio.wait_for(engine.removed.wait(), 10)
+    assert old.lora.lora_int_id not in engine.resident
+
+
+async def test_a_reload_in_place_of_the_same_content_changes_nothing(catalog, engine, adapter_dir):
+    path = str(adapter_dir / "acme/default/v1")
+    await catalog.load("sql", path)
+    old = await lora_of(catalog, "sql")
+    await catalog.load("sql", path, inplace=True)
+    assert await lora_of(catalog, "sql") == old
+    assert old.lora_int_id in engine.resident
+
+
+async def test_an_unload_waits_for_the_requests_that_hold_the_id(catalog, engine):
+    async with catalog.use(OPERATOR, "acme:v1") as served:
+        unloading = asyncio.create_task(catalog.unload("acme:v1"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not unloading.done()
+        assert served.lora.lora_int_id in engine.resident
+    assert (await unloading).host == 100
+
+
+async def test_a_request_during_an_unload_of_its_content_loads_it_again(catalog, engine):
+    async with catalog.use(OPERATOR, "acme:v1"):
+        unloading = asyncio.create_task(catalog.unload("acme:v1"))
+        await asyncio.sleep(0)
+        again = asyncio.create_task(lora_of(catalog, "acme:v1"))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not again.done()
+    await unloading
+    lora = await again
+    assert lora.lora_int_id in engine.resident
+    assert len(engine.loads) == 2
+
+
+async def test_one_load_serves_everybody_who_waits_for_it(catalog, engine):
+    engine.load_gate = asyncio.Event()
+    waiting = [asyncio.create_task(lora_of(catalog, "acme:v1")) for _ in range(10)]
+    await asyncio.wait_for(engine.loading.wait(), 10)
+    waiting[0].cancel()
+    engine.load_gate.set()
+    results = await asyncio.gather(*waiting, return_exceptions=True)
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert len({lora.lora_int_id for lora in results[1:]}) == 1
+    assert len(engine.loads) == 1
+
+
+async def test_a_load_that_takes_too_long_is_503_and_may_be_asked_for_again(
+    engine, adapter_dir: Path
+):
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(engine, registry, ids, served=("tiny",), adapter_wait_s=0.2)
+    engine.load_gate = asyncio.Event()
+    with pytest.raises(Unavailable) as caught:
+        await lora_of(catalog, "acme:v1")
+    assert caught.value.retry_after_s
+    engine.load_gate.set()
+    assert await lora_of(catalog, "acme:v1")
+    assert len(engine.loads) == 1
+    await catalog.close()
+    await registry.close()
+    catalog.check_integrity()
+
+
+async def test_an_unusable_adapter_is_told_and_holds_nothing(catalog, engine):
+    engine.refusals["acme:v1"] = UnusableAdapter("rank 64 is above 8")
+    with pytest.raises(UnusableAdapter, match="rank 64"):
+        await lora_of(catalog, "acme:v1")
+    assert engine.resident == {}
+
+
+@pytest.mark.parametrize("name", ["globex:v1", "globex:v9", "sql", "Unregistered", "secret"])
+async def test_what_is_not_the_callers_is_forbidden_before_any_look_up(catalog, adapter_dir, name):
+    await catalog.load("secret", str(adapter_dir / "globex/default/v1"))
+    with pytest.raises(Forbidden) as caught:
+        await lora_of(catalog, name, ACME)
+    assert caught.value.message == Forbidden().message
+
+
+@pytest.mark.parametrize("name", ["a:b:c", "..", "", "-a", "a\n", "a/b/c:d", "acme:", "acme:v\0"])
+async def test_a_malformed_name_is_400(catalog, name):
+    with pytest.raises(MalformedName):
+        await lora_of(catalog, name, ACME)
+
+
+async def test_load_takes_only_folders_inside_the_allowed_ones(catalog, adapter_dir, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (adapter_dir / "link").symlink_to(outside)
+    for path in (
+        str(outside),
+        str(adapter_dir / "link"),
+        "../outside",
+        "/",
+        str(adapter_dir),
+        "/x",
+    ):
+        with pytest.raises(Forbidden):
+            await catalog.load("sql", path)
+    with pytest.raises(InvalidInput):
+        await catalog.load("sql", "a\0b")
+    with pytest.raises(AdapterNotFound):
+        await catalog.load("sql", "acme/default/v9")
+    await catalog.load("sql", "acme/default/v1")
+
+
+async def test_names_that_are_taken_are_refused(catalog, adapter_dir):
+    path = str(adapter_dir / "acme/default/v1")
+    with pytest.raises(AlreadyLoaded):
+        await catalog.load("tiny", path)
+    await catalog.load("sql", path)
+    with pytest.raises(AlreadyLoaded, match="has already been loaded"):
+        await catalog.load("sql", path)
+    with pytest.raises(MalformedName):
+        await catalog.load("a b", path)
+
+
+async def test_a_failed_load_registers_nothing(catalog, engine, adapter_dir):
+    engine.refusals["sql"] = UnusableAdapter("no")
+    with pytest.raises(UnusableAdapter):
+        await catalog.load("sql", str(adapter_dir / "acme/default/v1"))
+    with pytest.raises(AdapterNotFound):
+        await catalog.unload("sql")
+
+
+async def test_make_resident_is_idempotent_and_knows_another_content(catalog, engine):
+    view = await catalog.make_resident("acme:v1", digest=None, level="slot", pinned=True)
+    again = await catalog.make_resident("acme:v1", digest=view.digest, level="slot", pinned=True)
+    assert (again.state, again.pinned) == ("slot", True)
+    unpinned = await catalog.make_resident("acme:v1", digest=None, level="host", pinned=False)
+    assert not unpinned.pinned
+    with pytest.raises(Conflict):
+        await catalog.make_resident("acme:v1", digest="0" * 64, level="host", pinned=False)
+
+
+async def test_a_deleted_version_is_gone_once_it_is_looked_up_again(engine, adapter_dir: Path):
+    now = 0.0
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
+    )
+    lora = await lora_of(catalog, "acme:v1")
+    (adapter_dir / "acme/default/v1").rename(adapter_dir / "acme/default/_gone")
+    assert await lora_of(catalog, "acme:v1") == lora
+    now = 60.0
+    with pytest.raises(AdapterNotFound):
+        await lora_of(catalog, "acme:v1")
+    await asyncio.wait_for(engine.removed.wait(), 10)
+    assert engine.resident == {}
+    await catalog.close()
+    await registry.close()
+
+
+async def test_a_server_without_adapters_knows_none(adapter_dir, engine):
+    engine.info.max_loras = 0
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(engine, registry, ids, served=("tiny",), adapter_wait_s=20)
+    with pytest.raises(AdapterNotFound, match="off"):
+        await lora_of(catalog, "acme:v1")
+    await registry.close()
