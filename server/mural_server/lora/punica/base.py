@@ -22,12 +22,19 @@ class PunicaWrapper(ABC):
     step's rows and in its sampled rows: 0 means that nothing is to be computed.
     """
 
-    token_meta: LoRAKernelMeta
-    logits_meta: LoRAKernelMeta
-
     def __init__(self) -> None:
         self.active_slots = 0
         self.active_logits_slots = 0
+
+    @property
+    @abstractmethod
+    def token_meta(self) -> LoRAKernelMeta:
+        """The index tensors of the step's rows."""
+
+    @property
+    @abstractmethod
+    def logits_meta(self) -> LoRAKernelMeta:
+        """The index tensors of the rows that are sampled."""
 
     @abstractmethod
     def update_metadata(

@@ -24,10 +24,18 @@ class PunicaWrapperCPU(PunicaWrapper):
         super().__init__()
         self._ops = ops
         self._device = device
-        self.token_meta = LoRAKernelMeta(max_rows, max_loras, device)
-        self.logits_meta = LoRAKernelMeta(max_rows, max_loras, device)
+        self._token_meta = _LazyMeta(LoRAKernelMeta(max_rows, max_loras, device))
+        self._logits_meta = _LazyMeta(LoRAKernelMeta(max_rows, max_loras, device))
         self._rows = build_lora_batch((), ())
         self._logits_rows = self._rows
+
+    @property
+    def token_meta(self) -> LoRAKernelMeta:
+        return self._token_meta.get(self._rows)
+
+    @property
+    def logits_meta(self) -> LoRAKernelMeta:
+        return self._logits_meta.get(self._logits_rows)
 
     def update_metadata(
         self, mapping: LoRAMapping, slot_of: dict[int, int], rank_rows: Sequence[RankRows]
@@ -35,7 +43,6 @@ class PunicaWrapperCPU(PunicaWrapper):
         segments = _segments(mapping, slot_of)
         self._rows = self._batch(segments, rank_rows)
         self.active_slots = _bits(segments)
-        self.token_meta.prepare_tensors(self._rows.row_slots)
         self.update_logits_metadata(mapping.sampled_ids, slot_of, rank_rows)
 
     def update_logits_metadata(
@@ -47,7 +54,6 @@ class PunicaWrapperCPU(PunicaWrapper):
         ]
         self._logits_rows = self._batch(segments, rank_rows)
         self.active_logits_slots = _bits(segments)
-        self.logits_meta.prepare_tensors(self._logits_rows.row_slots)
 
     def _batch(self, segments: Iterable[LoRASegment], rank_rows: Sequence[RankRows]) -> LoRABatch:
         return build_lora_batch(segments, rank_rows, device=self._device)
@@ -60,6 +66,20 @@ class PunicaWrapperCPU(PunicaWrapper):
 
     def add_lora_logits(self, y: torch.Tensor, x: torch.Tensor, stack: LoRAStack) -> None:
         self._ops.lora(y, x, stack.a, stack.b, self._logits_rows)
+
+
+class _LazyMeta:
+    """Index tensors that are worked out when asked for: the CPU's operators go by the groups."""
+
+    def __init__(self, meta: LoRAKernelMeta) -> None:
+        self._meta = meta
+        self._batch: LoRABatch | None = None
+
+    def get(self, batch: LoRABatch) -> LoRAKernelMeta:
+        if batch is not self._batch:
+            self._meta.prepare_tensors(batch.row_slots)
+            self._batch = batch
+        return self._meta
 
 
 def _segments(mapping: LoRAMapping, slot_of: dict[int, int]) -> list[LoRASegment]:
