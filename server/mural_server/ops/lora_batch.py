@@ -9,10 +9,10 @@ import torch
 
 from mural_server.ops.base import LoRABatch, LoRAGroup
 
-MIN_RUN_ROWS = 32
+MIN_RUN_ROWS = 16
 """From so many adjacent rows of one adapter on, a product of their own is the cheaper form."""
 
-MAX_GAP_RANK_ROWS = 48
+MAX_GAP_RANK_ROWS = 64
 """A wider gap of other adapters' rank rows is not computed and masked, but split around."""
 
 

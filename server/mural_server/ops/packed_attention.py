@@ -13,11 +13,11 @@ import torch.nn.functional as F
 
 from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer, PrefillChunk
 
-QUERY_TILE = 128
-"""Prefill queries per product: bounds the score matrix at heads x 128 x context."""
+QUERY_TILE = 64
+"""Prefill queries per call: keys behind a tile are left out, and masks stay 64 x context."""
 
-KEY_ROUNDING = 64
-"""Key counts are rounded up to this: oneDNN compiles a product for each new shape."""
+KEY_ROUNDING = 16
+"""Short bf16 chunks gain up to a sixth from round key counts; the mask hides the added ones."""
 
 MAX_PADDING = 1.25
 """Decodes are split by length where padding would gather more than so many times what is there."""
@@ -48,7 +48,7 @@ class QueryTile:
     lo: int
     hi: int
     mask: torch.Tensor
-    """[end - start, masked keys], 0 or -inf; lies over the last of the keys."""
+    """[end - start, hi - lo], 0 or -inf."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,9 @@ def _pages(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 def _gather(pool: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
     """Copy ``pages`` out of ``pool`` → [pages, block_size, head_dim]."""
-    return pool.flatten(0, 1).index_select(0, pages)
+    _, _, block_size, head_dim = pool.shape
+    rows = pool.view(-1, block_size * head_dim).index_select(0, pages)
+    return rows.view(-1, block_size, head_dim)
 
 
 def _plan_decodes(
@@ -188,19 +190,26 @@ def attend_decodes(
         ]
         for pool in kv
     )
+    return _attend(folded, keys, values, group.mask, spec).reshape(count, -1)
+
+
+def _attend(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    spec: AttentionSpec,
+) -> torch.Tensor:
+    """[n, heads, queries, head_dim] over [n, heads, keys, head_dim]."""
     if spec.logit_softcap is None:
-        output = F.scaled_dot_product_attention(
-            folded, keys, values, attn_mask=group.mask, scale=spec.scale
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=spec.scale
         )
-        return output.reshape(count, -1)
-    scores = _softcap(folded * spec.scale @ keys.transpose(-2, -1), spec.logit_softcap)
-    if group.mask is not None:
-        scores += group.mask
-    return (scores.softmax(-1) @ values).reshape(count, -1)
-
-
-def _softcap(scores: torch.Tensor, cap: float) -> torch.Tensor:
-    return scores.div_(cap).tanh_().mul_(cap)
+    scores = (queries * spec.scale) @ keys.transpose(-2, -1)
+    scores.div_(spec.logit_softcap).tanh_().mul_(spec.logit_softcap)
+    if mask is not None:
+        scores += mask
+    return scores.softmax(-1) @ values
 
 
 def _plan_chunk(
@@ -230,7 +239,7 @@ def _plan_chunk(
     blocks = chunk.blocks[skipped:]
     missing = -(-end_of_keys // block_size) - blocks.shape[0]
     if missing > 0:
-        # Block 0 is never written: rounding reads zeros, which the mask hides.
+        # Block 0 belongs to nobody and holds nothing but zeros and padding rows' finite keys.
         blocks = F.pad(blocks, (0, missing))
     return PrefillPlan(pages=_pages(blocks, spec.num_kv_heads), tiles=tuple(tiles))
 
@@ -248,9 +257,8 @@ def _tile_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """Without a window all queries see the keys before ``earliest``: those need no mask."""
-    begin = lo if window else earliest
-    keys = torch.arange(begin, hi, device=device)
+    """Queries ``earliest + [0, count)`` over keys ``[lo, hi)``: [count, hi - lo]."""
+    keys = torch.arange(lo, hi, device=device)
     queries = torch.arange(earliest, earliest + count, device=device).unsqueeze(1)
     hidden = keys > queries
     if window:
@@ -258,28 +266,30 @@ def _tile_mask(
     return _additive(hidden, dtype)
 
 
-def attend_prefill(
+def attend_chunk(
     queries: torch.Tensor,
     kv: KVLayer,
     plan: PrefillPlan,
     spec: AttentionSpec,
     output: torch.Tensor,
 ) -> None:
-    """One chunk; writes its rows of ``output`` [rows, heads * head_dim]."""
-    kv_heads, head_dim = spec.num_kv_heads, spec.head_dim
-    group = spec.num_heads // kv_heads
-    keys, values = (_gather(pool, plan.pages).view(kv_heads, -1, head_dim) for pool in kv)
+    """One chunk; writes its rows of ``output`` [rows, heads * head_dim].
+
+    KV heads stand as the batch and their query heads as the heads of the call, so that keys and
+    values are expanded views and nothing but the result is copied.
+    """
+    shape = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, -1, spec.head_dim)
+    keys, values = (
+        _gather(pool, plan.pages).view(shape[0], 1, -1, shape[3]).expand(shape) for pool in kv
+    )
     for tile in plan.tiles:
         count = tile.end - tile.start
-        rows = queries[tile.start : tile.end].view(count, kv_heads, group, head_dim)
-        folded = (rows * spec.scale).permute(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)
-        scores = torch.bmm(folded, keys[:, tile.lo : tile.hi].transpose(1, 2))
-        if spec.logit_softcap is not None:
-            scores = _softcap(scores, spec.logit_softcap)
-        scores = scores.view(kv_heads, group, count, -1)
-        scores[..., -tile.mask.shape[1] :] += tile.mask
-        weights = scores.softmax(-1).view(kv_heads, group * count, -1)
-        mixed = torch.bmm(weights, values[:, tile.lo : tile.hi])
-        output[tile.start : tile.end].view(count, kv_heads, group, head_dim).copy_(
-            mixed.view(kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
+        rows = queries[tile.start : tile.end].view(count, shape[0], shape[1], shape[3])
+        mixed = _attend(
+            rows.permute(1, 2, 0, 3),
+            keys[:, :, tile.lo : tile.hi],
+            values[:, :, tile.lo : tile.hi],
+            tile.mask,
+            spec,
         )
+        output[tile.start : tile.end].view(rows.shape).copy_(mixed.permute(2, 0, 1, 3))
