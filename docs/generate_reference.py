@@ -1,0 +1,286 @@
+"""Write the reference pages that follow from the code: flags, settings, metrics, error codes.
+
+``python docs/generate_reference.py`` writes them, ``--check`` fails (exit status 1) if one of them
+no longer says what the code does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import cast, get_args
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from mural_resolvers.errors import MuralError
+from mural_server import settings
+from mural_server.api import errors as api_errors
+from mural_server.api.admission import Admission
+from mural_server.api.metrics import Metrics
+from mural_server.api.traffic import Traffic
+from mural_server.catalog import AdapterCatalog, AdapterView
+from mural_server.commands import serve
+from mural_server.engine.client import EngineClient
+from mural_server.engine.messages import AdapterInfo, EngineStats
+
+REFERENCE = Path(__file__).resolve().parent / "reference"
+NOTE = "<!-- Written by docs/generate_reference.py; change the code instead. -->\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, compare")
+    check = parser.parse_args(argv).check
+    stale = [name for name, text in pages() if not _settle(REFERENCE / name, text, check=check)]
+    for name in stale:
+        print(f"docs/reference/{name} is stale: run docs/generate_reference.py", file=sys.stderr)
+    return 1 if stale else 0
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    """Every generated page: its file name and its text."""
+    writers: dict[str, Callable[[], str]] = {
+        "cli.md": cli_page,
+        "settings.md": settings_page,
+        "metrics.md": metrics_page,
+        "errors.md": errors_page,
+    }
+    for name, write in writers.items():
+        yield name, write()
+
+
+def _settle(path: Path, text: str, *, check: bool) -> bool:
+    if check:
+        return path.exists() and path.read_text(encoding="utf-8") == text
+    path.write_text(text, encoding="utf-8")
+    return True
+
+
+# Flags
+
+
+def cli_page() -> str:
+    """``mural serve``'s flags, from its own parser."""
+    parser = argparse.ArgumentParser(prog="mural serve")
+    serve.add_arguments(parser)
+    parts = [
+        NOTE,
+        "# Command line\n",
+        "```text\nmural serve [MODEL] [flags]\n```\n",
+        "Serves a base model and its tenants' adapters over HTTP. Exit status: 0 after a drain, 1 "
+        "when it cannot start or the engine core died, 2 for a flag that does not exist.\n",
+        "`BYTES` is a number with an optional unit: `536870912`, `512Mi`, `2G`.\n",
+    ]
+    for group in parser._action_groups:
+        rows = [_flag_row(action) for action in group._group_actions if action.dest != "help"]
+        if rows:
+            title = "Model path" if group.title == "positional arguments" else group.title or ""
+            parts += [f"## {title[:1].upper()}{title[1:]}\n", _table(("Flag", "Meaning"), rows)]
+    parts.append(ENVIRONMENT)
+    return "\n".join(parts)
+
+
+ENVIRONMENT = """\
+## Environment
+
+| Variable | Stands for |
+|---|---|
+| `MURAL_API_KEY` | one more `--api-key`, kept out of the list of processes |
+| `MURAL_CONTROL_TOKEN` | the control API's token, as `--control-token-file` |
+| `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` | `--allow-runtime-lora-updating` |
+
+## Other subcommands
+
+| Command | Does |
+|---|---|
+| `mural adapters inspect PATH [--base-spec JSON] [--admit-bin]` | prints files, digest and facts \
+of an adapter's folder, and whether it can be served |
+| `mural adapters list ROOT` | lists the versions in a directory of adapters |
+| `mural tenants key TENANT [--admin] [--weight W] [--grant GLOB]` | makes an API key and the \
+record for the key file |
+| `mural --version` | prints the version |
+"""
+
+
+def _flag_row(action: argparse.Action) -> tuple[str, str]:
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+    value = ""
+    if action.choices is not None:
+        value = " " + " \\| ".join(f"`{choice}`" for choice in action.choices)
+    elif action.nargs != 0 and action.option_strings:
+        metavar = action.metavar or action.dest.upper()
+        value = f" `{metavar}{' …' if action.nargs == '+' else ''}`"
+    return names + value, _cell(action.help or "")
+
+
+# Settings
+
+
+def settings_page() -> str:
+    """The fields of the two settings classes, with the texts that stand beside them.
+
+    A field whose name says it all has its flag's text.
+    """
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    flags = {action.dest: action.help or "" for action in parser._actions}
+    parts = [
+        NOTE,
+        "# Settings\n",
+        "What the flags of [`mural serve`](cli.md) set. `LLM(model, **options)` takes the engine's "
+        "by the same names. Each class is checked as a whole before anything starts; a "
+        "combination that cannot work is refused with a sentence that says what to change "
+        "(`server/mural_server/settings.py`).\n",
+    ]
+    titles = {"EngineSettings": "Engine", "ServerSettings": "Server"}
+    tree = ast.parse(inspect.getsource(settings))
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and node.name in titles:
+            parts += [
+                f"## {titles[node.name]}: `{node.name}`\n",
+                _table(("Field", "Type", "Default", "Meaning"), _field_rows(node.body, flags)),
+            ]
+    return "\n".join(parts)
+
+
+def _field_rows(body: Sequence[ast.stmt], flags: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
+    for at, node in enumerate(body):
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        after = body[at + 1] if at + 1 < len(body) else None
+        text = flags.get(ast.unparse(node.target), "")
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = str(after.value.value)
+        default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
+        kind = _kind(ast.unparse(node.annotation))
+        yield f"`{ast.unparse(node.target)}`", kind, default, _cell(text)
+
+
+def _kind(annotation: str) -> str:
+    """An annotation for readers: the values of a choice, plain types as they are."""
+    name, _, optional = annotation.partition(" | ")
+    choices = get_args(getattr(settings, name, None))
+    if choices:
+        shown = ", ".join(f"`{choice!r}`" for choice in choices)
+        return f"{shown}, `{optional}`" if optional else shown
+    # A pipe inside a code span of a table cannot be escaped.
+    return " or ".join(f"`{part}`" for part in annotation.split(" | "))
+
+
+# Metrics
+
+
+class _Engine:
+    """An engine client with one adapter at work, for a scrape in which every series is there."""
+
+    def stats(self) -> EngineStats:
+        adapter = AdapterInfo(
+            name="acme:v1", lora_int_id=1, digest="0" * 64, rank=8, bytes=1, level="slot"
+        )
+        return EngineStats(adapters=[adapter], running_adapters=["acme:v1"])
+
+    @property
+    def info(self) -> object:
+        return type("Info", (), {"block_size": 16, "num_blocks": 2, "max_loras": 8})
+
+    alive = True
+
+
+class _Catalog:
+    served = ("base",)
+
+    def view(self) -> list[AdapterView]:
+        return [
+            AdapterView(name="acme:v1", digest="0" * 64, path="", rank=8, bytes=1, state="slot")
+        ]
+
+
+def metrics_page() -> str:
+    """Every family of a scrape."""
+    metrics = Metrics(
+        cast(EngineClient, _Engine()),
+        cast(AdapterCatalog, _Catalog()),
+        Admission(1),
+        Traffic(),
+        max_adapter_labels=1,
+    )
+    metrics.finished("stop")
+    metrics.error(404)
+    metrics.traffic.add("acme:v1", 1)
+    metrics.adapter_tokens.add("acme:v1", 1, 1)
+    rows = []
+    for family in text_string_to_metric_families(metrics.exposition().decode()):
+        if not family.name.endswith("_created"):
+            labels = sorted({label for sample in family.samples for label in sample.labels})
+            shown = ", ".join(f"`{label}`" for label in labels if label != "le")
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            rows.append((f"`{name}`", family.type, shown, _cell(family.documentation)))
+    intro = (
+        "`GET /metrics` on the server's port, in Prometheus' text format, without a key. Names "
+        "that begin with `vllm:` are those that gateways and dashboards read from vLLM; `level` is "
+        "`gpu` for a slot and `cpu` for host memory, whatever the device. What begins with "
+        "`mural:` is Mural's own.\n"
+    )
+    adapters = (
+        "The per-adapter counters have a label for the busiest `--metrics-adapters` names; the "
+        "rest is counted under `other`, so that the number of series is bounded.\n"
+    )
+    table = _table(("Name", "Type", "Labels", "Meaning"), rows)
+    return "\n".join([NOTE, "# Metrics\n", intro, table, adapters])
+
+
+# Errors
+
+
+def errors_page() -> str:
+    """Every error class that carries a status."""
+    rows: dict[tuple[int, str, str], str] = {}
+    # Of classes that look alike from outside, the most general says it for all.
+    for error in sorted(set(_subclasses(MuralError)), key=lambda e: (len(e.mro()), e.__name__)):
+        meaning = (inspect.getdoc(error) or "").partition("\n")[0]
+        rows.setdefault((error.status, error.code, error.type), _cell(meaning))
+    lines = [
+        (str(status), f"`{code}`", f"`{kind}`", meaning)
+        for (status, code, kind), meaning in sorted(rows.items())
+    ]
+    intro = (
+        "Every refusal is an OpenAI error body, on the control port too:\n\n"
+        "```json\n"
+        '{"error": {"message": "…", "type": "invalid_request_error", '
+        '"param": "model", "code": "model_not_found"}}\n'
+        "```\n\n"
+        "429 and 503 carry `Retry-After` in seconds where waiting helps. A user's input never "
+        "gives 500. An error after a stream's first token comes as a `data:` line with this body, "
+        "and no `[DONE]` follows it.\n"
+    )
+    table = _table(("Status", "`code`", "`type`", "When"), lines)
+    extra = "A prompt that does not fit the context is 400 with `code` `context_length_exceeded`.\n"
+    return "\n".join([NOTE, "# Error codes\n", intro, table, extra])
+
+
+def _subclasses(kind: type[MuralError]) -> Iterator[type[MuralError]]:
+    assert api_errors  # imported for the classes that it adds
+    for sub in kind.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+# Markdown
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    """One line for a table: line ends, pipes and reST's double backquotes put right."""
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
