@@ -7,7 +7,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from mural_resolvers.errors import AdapterNotFound, InvalidInput, MuralError, Unavailable
+from mural_resolvers.errors import (
+    AdapterNotFound,
+    InvalidInput,
+    MuralError,
+    Unavailable,
+    UnusableAdapter,
+)
 from mural_server.engine.adapters import AdapterFailure, Adapters
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.messages import (
@@ -347,7 +353,7 @@ class EngineCore:
         """Append a sampled token and tell of it; the first one brings the prompt's news."""
         if token.error:
             self._scheduler.finish(request)
-            self._refuse(request.request_id, token.error)
+            self._refuse(request.request_id, _whose_fault(request, token.error))
             return
         self._scheduler.append(request, token.token_id)
         self._generation_tokens += 1
@@ -442,6 +448,13 @@ class EngineCore:
         except AssertionError as error:
             return str(error) or "an assertion failed"
         return ""
+
+
+def _whose_fault(request: Request, error: MuralError) -> MuralError:
+    """Weights of an adapter can be finite and yet make the sum overflow: its owner's fault."""
+    if request.lora is None:
+        return error
+    return UnusableAdapter(f"Under the adapter {request.lora.lora_name}, {error.message}.")
 
 
 def _names(requests: Iterable[Request]) -> list[str]:

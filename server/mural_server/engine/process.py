@@ -46,6 +46,7 @@ async def start_engine(settings: EngineSettings) -> ProcessEngine:
 
     Raises `SettingsError` with the core's own sentence when it cannot start.
     """
+    settings.validate()
     folder = Path(tempfile.mkdtemp(prefix="mural-engine-"))
     context = zmq.asyncio.Context()
     commands = context.socket(zmq.PUSH)
@@ -138,6 +139,11 @@ class ProcessEngine(ConnectedClient):
     @property
     def pid(self) -> int:
         return self._link.child.pid
+
+    @property
+    def folder(self) -> Path:
+        """The private folder of the pipes, gone after `close`."""
+        return self._link.folder
 
     def _send(self, command: Command) -> None:
         if self.alive:

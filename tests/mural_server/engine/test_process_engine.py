@@ -1,0 +1,174 @@
+"""The core in its own process: its start, its answers over the border, and its death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from mural_resolvers.errors import AdapterNotFound, InvalidInput
+from mural_resolvers.request import LoRARequest
+from mural_server.engine.client import EngineDead
+from mural_server.engine.messages import EngineRequest, RequestDelta
+from mural_server.engine.process import ProcessEngine, start_engine
+from mural_server.sampling_params import SamplingParams
+from mural_server.settings import EngineSettings, SettingsError
+
+BOUND_S = 60.0
+
+
+def settings_of(model: Path, **changes: object) -> EngineSettings:
+    options: dict[str, object] = {
+        "dtype": "float32",
+        "cpu_threads": 1,
+        "kv_cache_memory_bytes": 4 << 20,
+        "max_loras": 2,
+        "max_cpu_loras": 4,
+    }
+    return EngineSettings(model=str(model), **(options | changes))  # type: ignore[arg-type]
+
+
+def request_of(name: str, count: int = 8, lora: LoRARequest | None = None) -> EngineRequest:
+    return EngineRequest(
+        request_id=name,
+        prompt_token_ids=[5, 6, 7, 8],
+        sampling=SamplingParams(temperature=0, max_tokens=count, ignore_eos=True),
+        lora=lora,
+    )
+
+
+async def collect(engine: ProcessEngine, request: EngineRequest) -> list[RequestDelta]:
+    return [delta async for delta in engine.generate(request)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[ProcessEngine]:
+    """One core for the tests that leave it as it was."""
+    engine = await start_engine(settings_of(tiny_model("llama")))
+    yield engine
+    await engine.close()
+
+
+@pytest.fixture
+async def engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[ProcessEngine]:
+    engine = await start_engine(settings_of(tiny_model("llama")))
+    yield engine
+    await engine.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_adapters_are_loaded_used_and_freed_over_the_border(
+    shared_engine: ProcessEngine, peft_oracle: Callable[[str], object]
+) -> None:
+    oracle = peft_oracle("llama")
+    folder = oracle.folder("all")
+    lora = LoRARequest("acme:v1", 1, str(folder))
+    base, adapted = await asyncio.gather(
+        collect(shared_engine, request_of("base")),
+        collect(shared_engine, request_of("adapted", lora=lora)),
+    )
+    for deltas, where in ((base, None), (adapted, folder)):
+        ids = [token for delta in deltas for token in delta.token_ids]
+        assert ids == oracle.answer(where, [5, 6, 7, 8], 8).token_ids
+        assert deltas[-1].finish_reason == "length"
+    info = await shared_engine.add_lora(lora, level="slot", pinned=True)
+    assert (info.level, info.pinned, info.rank) == ("slot", True, 8)
+    freed = await shared_engine.remove_lora(1)
+    assert freed.slot > 0
+    assert freed.host == info.bytes
+    with pytest.raises(AdapterNotFound):
+        await shared_engine.pin_lora(1, pinned=True)
+    await shared_engine.check_integrity()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_stream_that_is_closed_early_frees_its_blocks(shared_engine: ProcessEngine) -> None:
+    stream = shared_engine.generate(request_of("long", 200))
+    await anext(stream)
+    await stream.aclose()
+    # A later answer comes only after the abort was handled.
+    await collect(shared_engine, request_of("short", 1))
+    await shared_engine.check_integrity()
+    # The core tells of its state when it falls idle, before the reply to a later call.
+    await shared_engine.check_integrity()
+    assert shared_engine.stats().kv_usage == 0.0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_that_cannot_be_is_refused_alone(shared_engine: ProcessEngine) -> None:
+    request = request_of("bad")
+    request.prompt_token_ids = [1_000_000]
+    good, [refusal] = await asyncio.gather(
+        collect(shared_engine, request_of("good")), collect(shared_engine, request)
+    )
+    assert len(good) == 8
+    assert (refusal.finish_reason, refusal.error_status) == ("error", 400)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_id_in_use_is_refused(shared_engine: ProcessEngine) -> None:
+    stream = shared_engine.generate(request_of("twice", 50))
+    await anext(stream)
+    with pytest.raises(InvalidInput, match="in use"):
+        await anext(shared_engine.generate(request_of("twice")))
+    await stream.aclose()
+
+
+async def test_a_killed_core_ends_every_stream_and_call_in_bounded_time(
+    engine: ProcessEngine,
+) -> None:
+    streams = [
+        asyncio.create_task(collect(engine, request_of(f"r{i}", 10_000 // 50))) for i in range(3)
+    ]
+    first = engine.generate(request_of("first", 200))
+    await anext(first)
+    call = asyncio.create_task(engine.remove_lora(77, drain_timeout_s=BOUND_S))
+    os.kill(engine.pid, signal.SIGKILL)
+    async with asyncio.timeout(BOUND_S):
+        reason = await engine.wait_dead()
+        results = await asyncio.gather(*streams, call, return_exceptions=True)
+    assert "SIGKILL" in reason
+    assert not engine.alive
+    # A stream or call may have ended just before; none is left without an end.
+    assert all(isinstance(r, EngineDead) or not isinstance(r, BaseException) for r in results)
+    with pytest.raises(EngineDead, match="SIGKILL"):
+        async for _ in first:
+            pass
+    with pytest.raises(EngineDead):
+        await engine.add_lora(LoRARequest("x", 1, "/nowhere"))
+
+
+async def test_closing_leaves_no_process_and_no_folder(tiny_model: Callable[[str], Path]) -> None:
+    engine = await start_engine(settings_of(tiny_model("llama"), enable_lora=False))
+    pid, folder = engine.pid, engine.folder
+    await engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kv_cache_memory_bytes": 20_000, "max_model_len": 256}, "set kv_cache_memory_bytes to"),
+        ({"max_model_len": 100_000}, "set max_model_len to that or less"),
+        ({"max_cpu_loras": 1}, "raise the first or lower"),
+        (
+            {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
+            "raise the first or lower",
+        ),
+        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
+    ],
+)
+async def test_what_cannot_work_is_refused_at_the_start_with_a_sentence(
+    changes: dict[str, object], sentence: str, tiny_model: Callable[[str], Path]
+) -> None:
+    options = {"model": tiny_model("llama")} | changes
+    model = options.pop("model")
+    with pytest.raises(SettingsError, match=sentence):
+        await start_engine(settings_of(Path(str(model)), **options))
