@@ -55,8 +55,8 @@ def stacks(
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """For deltas of variance 1. bf16: the shrunk row is rounded to 2^-8 before it is expanded."""
-    tolerance = 2e-6 if actual.dtype == torch.float32 else 3e-2
+    """bf16: one rounding to 2^-8, as in the reference; they differ where a sum lies between two."""
+    tolerance = 2e-6 if actual.dtype == torch.float32 else 8e-3
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 
 
