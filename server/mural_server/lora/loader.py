@@ -6,9 +6,11 @@ make the child hang, crash or run out of memory, which costs one load and a rest
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -71,8 +73,8 @@ class LoaderLimits:
 
     load_timeout_s: float = 60.0
     """Of a whole load, once it is its turn."""
-    judge_timeout_s: float = 5.0
-    """Of matching the adapter's own regular expressions."""
+    judge_cpu_s: float = 2.0
+    """Processor time of matching the adapter's own regular expressions."""
     max_queued: int = 256
     """Loads that wait for their turn."""
     start_timeout_s: float = 60.0
@@ -150,13 +152,16 @@ class AdapterLoader:
         self._fail_queued()
 
     def _fail_queued(self) -> None:
-        while True:
-            try:
+        last_word = False
+        with contextlib.suppress(queue.Empty):
+            while True:
                 job = self._jobs.get_nowait()
-            except queue.Empty:
-                return
-            if job is not None and job.future.set_running_or_notify_cancel():
-                job.future.set_exception(_closed())
+                if job is None:
+                    last_word = True
+                elif job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(_closed())
+        if last_word:
+            self._jobs.put(None)  # it is the thread's
 
     def _run(self) -> None:
         self._start_early()
@@ -192,7 +197,6 @@ class AdapterLoader:
                 message = channel.from_child()
                 if isinstance(message, PhaseBegins):
                     phase = message.phase
-                    channel.deadline = self._deadline(phase, end)
                 elif isinstance(message, AskBaseDigest):
                     channel.send(BaseDigestAnswer(self._base_digest(message.module)))
                 elif isinstance(message, Refused):
@@ -201,11 +205,16 @@ class AdapterLoader:
                     return _receive(channel, message.header, lora, self._start.options)
         except TimeoutError:
             self._child.kill()
-            raise self._too_slow(phase) from None
+            raise Unavailable(
+                f"The adapter was not loaded within {self._limits.load_timeout_s:g} s.",
+                retry_after_s=5.0,
+            ) from None
         except (ChannelClosed, msgspec.MsgspecError) as error:
-            self._child.kill()
+            ended_by = self._child.kill()
             if self._closing.is_set():
                 raise _closed() from None
+            if ended_by == -signal.SIGVTALRM:
+                raise self._never_judged() from None
             logger.error("the adapter loader died in phase %r: %s", phase, error)
             raise Unavailable("The adapter's loader died; try again.") from None
 
@@ -216,7 +225,8 @@ class AdapterLoader:
         """
         # A little longer than the parent waits, which it normally is there to do.
         give_up_s = self._limits.load_timeout_s + 5.0
-        load = Load(os.path.abspath(lora.lora_path), lora.digest, give_up_s)
+        path = os.path.abspath(lora.lora_path)
+        load = Load(path, lora.digest, give_up_s, self._limits.judge_cpu_s)
         try:
             return self._hand_over(load, end)
         except ChannelClosed:
@@ -231,20 +241,10 @@ class AdapterLoader:
             raise ChannelClosed("a load that did not begin")
         return channel
 
-    def _deadline(self, phase: LoadPhase, end: float) -> float:
-        if phase == "judge":
-            return min(end, time.monotonic() + self._limits.judge_timeout_s)
-        return end
-
-    def _too_slow(self, phase: LoadPhase) -> MuralError:
-        if phase == "judge":
-            return UnusableAdapter(
-                "The patterns of adapter_config.json took more than "
-                f"{self._limits.judge_timeout_s:g} s to match."
-            )
-        return Unavailable(
-            f"The adapter was not loaded within {self._limits.load_timeout_s:g} s.",
-            retry_after_s=5.0,
+    def _never_judged(self) -> UnusableAdapter:
+        return UnusableAdapter(
+            "The patterns of adapter_config.json took more than "
+            f"{self._limits.judge_cpu_s:g} s to match."
         )
 
 
@@ -300,11 +300,13 @@ class _Child:
         self._channel.deadline = time.monotonic() + self._start_timeout_s
         self._channel.send(self._start)
 
-    def kill(self) -> None:
-        """End the child, whatever it does, and the connection; nothing happens if there is none."""
+    def kill(self) -> int | None:
+        """End the child, whatever it does, and the connection; give its return code, if any."""
         self.end_process()
         with self._lock:
+            returncode = self._process.returncode if self._process is not None else None
             self._forget()
+            return returncode
 
     def end_process(self, *, for_good: bool = False) -> None:
         """End the child alone: who reads from it sees the connection's end."""

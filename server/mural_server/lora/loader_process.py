@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 def main(descriptor: int) -> None:
     """Serve loads until the parent closes the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the parent's affair
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    # By default both end the process at once, even inside a match that never comes back.
+    for name in (signal.SIGALRM, signal.SIGVTALRM):
+        signal.signal(name, signal.SIG_DFL)
     channel = Channel(socket.socket(fileno=descriptor))
     with contextlib.suppress(ChannelClosed):
         start = channel.from_parent()
@@ -43,10 +45,10 @@ def main(descriptor: int) -> None:
         while True:
             load = channel.from_parent()
             assert isinstance(load, Load)
-            # The alarm ends a match that never ends even if the parent is no longer there to.
             signal.setitimer(signal.ITIMER_REAL, load.give_up_s)
             _serve(channel, start, load)
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def _be_modest(nice: int) -> None:
@@ -68,6 +70,8 @@ def _serve(channel: Channel, start: Start, load: Load) -> None:
 
     def on_phase(phase: LoadPhase) -> None:
         channel.send(PhaseBegins(phase))
+        # Processor time: a good adapter is not refused because the machine is busy.
+        signal.setitimer(signal.ITIMER_VIRTUAL, load.judge_cpu_s if phase == "judge" else 0)
 
     try:
         header, payload = read_checkpoint(

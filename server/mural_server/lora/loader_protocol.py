@@ -40,11 +40,14 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Read this folder; after ``give_up_s`` the child ends itself, should its parent be gone."""
+    """Read this folder, within limits that end the child by a signal, wherever it is."""
 
     path: str
     expected_digest: str
     give_up_s: float
+    """Of the whole load, should the parent be gone that bounds it."""
+    judge_cpu_s: float
+    """Processor time of matching the adapter's own regular expressions."""
 
 
 class BaseDigestAnswer(msgspec.Struct, frozen=True, tag=True):
