@@ -54,10 +54,12 @@ def main(descriptor: int) -> None:
 def _be_modest(nice: int) -> None:
     """Leave the cores to the step loop, and be the one that goes when memory runs out."""
     os.nice(nice)
+    # Not every system has or allows these two, and none needs them.
     if hasattr(os, "SCHED_BATCH"):
-        # Batch tasks do not preempt others when they wake up.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    with contextlib.suppress(OSError):  # not every system has it, and none needs it
+        with contextlib.suppress(OSError):
+            # Batch tasks do not preempt others when they wake up.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
