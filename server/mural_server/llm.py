@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -78,6 +79,8 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: str | int | None = None
     steps: list[int] = []
     """The engine's step of each token: answers that share one were computed in one batch."""
+    token_times_s: list[float] = []
+    """When each token came, on the clock of `time.perf_counter`."""
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):
@@ -89,6 +92,8 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     outputs: list[CompletionOutput]
     prompt_logprobs: list[TokenLogprobs | None] = []
     cached_tokens: int = 0
+    arrived_s: float = 0.0
+    """When it was handed to the engine, on the same clock as ``token_times_s``."""
 
 
 class LLM:
@@ -279,6 +284,7 @@ class LLM:
             prompt_token_ids=ids,
             lora_request=lora,
             outputs=[CompletionOutput(index=i) for i in range(sampling.n)],
+            arrived_s=time.perf_counter(),
         )
         request = GenerateRequest(
             request_id=f"offline-{next(self._counter)}",
@@ -288,6 +294,7 @@ class LLM:
         )
         async with aclosing(self._generator.stream(request)) as updates:
             async for update in updates:
+                now = time.perf_counter()
                 output.prompt_logprobs = update.prompt_logprobs or output.prompt_logprobs
                 output.cached_tokens = max(output.cached_tokens, update.cached_tokens)
                 for sequence in update.sequences:
@@ -296,6 +303,7 @@ class LLM:
                     answer.token_ids += sequence.token_ids
                     answer.logprobs += sequence.logprobs
                     answer.steps += [update.step] * len(sequence.token_ids)
+                    answer.token_times_s += [now] * len(sequence.token_ids)
                     answer.finish_reason = sequence.finish_reason
                     answer.stop_reason = sequence.stop_reason
         return output

@@ -1,0 +1,1 @@
+"""The code of ``mural bench``: every figure that is published is measured here."""
