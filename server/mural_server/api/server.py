@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -242,9 +243,9 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
+        reason = os.strerror(error.errno or 0)
         raise SettingsError(
-            f"{host}:{port} cannot be listened on ({error.strerror or error}): change {flag} or "
-            "its host."
+            f"{host}:{port} cannot be listened on ({reason}): change {flag} or its host."
         ) from None
 
 
@@ -343,7 +344,7 @@ async def _until_end(state: AppState, stop: asyncio.Event, tasks: list[asyncio.T
 
 
 async def _end_with_core(state: AppState, reason: str) -> int:
-    logger.error("%s: open requests are refused and the server ends", reason)
+    logger.error("the server ends, since %s", reason)
     state.admission.close("The engine core has died.")
     # Every open stream has got its error from the client; give it time to be sent.
     with contextlib.suppress(TimeoutError):

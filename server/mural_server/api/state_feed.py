@@ -145,7 +145,7 @@ class StateFeed:
             limits=Limits(
                 slots=info.max_loras,
                 max_cpu_loras=info.max_cpu_loras,
-                host_bytes=0,
+                host_bytes=info.max_cpu_lora_bytes,
                 max_lora_rank=info.max_lora_rank,
                 max_num_seqs=info.max_num_seqs,
                 max_model_len=info.max_model_len,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mural_resolvers.errors import Unavailable
+from mural_resolvers.errors import InvalidInput, Unavailable
 from mural_server.api.admission import Admission, may_enter
 
 
@@ -125,6 +125,8 @@ async def test_admission_counts_back_to_nothing():
             pass
         assert admission.open_sequences == 2
     await admission.wait_idle()
+    with pytest.raises(InvalidInput), admission.enter("a", 3):
+        pass
     admission.close("closed")
     with pytest.raises(Unavailable, match="closed"), admission.enter("a", 1):
         pass
