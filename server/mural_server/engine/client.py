@@ -37,6 +37,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """0: adapters are off."""
     max_cpu_loras: int
     max_lora_rank: int
+    max_cpu_lora_bytes: int = 0
+    """Host memory for registered adapters."""
     num_blocks: int
     block_size: int
     base_spec: BaseSpec

@@ -213,15 +213,21 @@ class EngineCore:
 
     def _add_lora(self, command: AddLora) -> None:
         adapters = self._require_adapters()
+        if command.pinned:
+            self._check_pin(command.lora.lora_int_id)
         adapters.want(command.lora, tenant="", keep=True)
         if command.pinned:
-            self._pin(command.lora.lora_int_id)
+            self._scheduler.slots.pin(command.lora.lora_int_id)
         in_slot = command.pinned or command.level == "slot"
-        if in_slot:
-            self._scheduler.slots.want(command.lora.lora_int_id)
-        self._residencies.append(Residency(command.call_id, command.lora.lora_int_id, in_slot))
+        self._await_residency(command.call_id, command.lora.lora_int_id, in_slot=in_slot)
 
-    def _pin(self, lora_int_id: int) -> None:
+    def _await_residency(self, call_id: int, lora_int_id: int, *, in_slot: bool) -> None:
+        if in_slot:
+            # Wanted once even if it is pinned: an unpin meanwhile must not leave the call waiting.
+            self._scheduler.slots.want(lora_int_id)
+        self._residencies.append(Residency(call_id, lora_int_id, in_slot))
+
+    def _check_pin(self, lora_int_id: int) -> None:
         slots = self._scheduler.slots
         if lora_int_id not in slots.pinned and len(slots.pinned) + 1 >= slots.num_slots:
             raise Unavailable(
@@ -229,19 +235,20 @@ class EngineCore:
                 "stay free for the other adapters: unpin one, or raise max_loras.",
                 retry_after_s=None,
             )
-        slots.pin(lora_int_id)
 
     def _pin_lora(self, command: PinLora) -> None:
         adapters = self._require_adapters()
-        if not adapters.knows(command.lora_int_id):
-            raise AdapterNotFound("The adapter is not resident.")
         if not command.pinned:
             self._scheduler.slots.unpin(command.lora_int_id)
             adapters.pin(command.lora_int_id, pinned=False)
+        if not adapters.knows(command.lora_int_id):
+            raise AdapterNotFound("The adapter is not resident.")
+        if not command.pinned:
             self._reply(command.call_id, AdapterReply(self._info_of(command.lora_int_id)))
             return
-        self._pin(command.lora_int_id)
-        self._residencies.append(Residency(command.call_id, command.lora_int_id, in_slot=True))
+        self._check_pin(command.lora_int_id)
+        self._scheduler.slots.pin(command.lora_int_id)
+        self._await_residency(command.call_id, command.lora_int_id, in_slot=True)
 
     def _remove_lora(self, command: RemoveLora) -> None:
         self._require_adapters().retire(command.lora_int_id)
@@ -255,6 +262,8 @@ class EngineCore:
         changed = False
         if self._adapters:
             self._take_loads(self._adapters)
+            # Before a slot change may take the place in host memory that one has just got.
+            self._finish_residencies(self._adapters)
             self._finish_removals(self._adapters)
             changed = self._change_slots(self._adapters)
         plan = self._scheduler.schedule()
@@ -285,6 +294,10 @@ class EngineCore:
         slots = self._scheduler.slots
         for lora_int_id in slots.holders - adapters.in_slots:
             slots.lose(lora_int_id)
+        for lora_int_id in adapters.without_room:
+            # All places are in use: whose turn it is for a slot gets a place with it.
+            slots.want(lora_int_id)
+        slots.update_demand(self._scheduler.busy_adapters)
         adapters.start_loads(slots.queue, busy=self._scheduler.busy_adapters, in_use=self._in_use())
 
     def _fail(self, failure: AdapterFailure) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 _MEMINFO = Path("/proc/meminfo")
@@ -31,6 +32,11 @@ def _left(limit_file: Path, usage_file: Path) -> int:
     if limit == "max":
         return 1 << 62
     return max(0, int(limit) - int(usage_file.read_text()))
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def keep_freed_memory() -> None:

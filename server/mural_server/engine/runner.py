@@ -14,7 +14,8 @@ from mural_server.engine.sampler import SampledToken, Sampler, prompt_logprobs
 from mural_server.engine.scheduler import Chunk, StepPlan
 from mural_server.lora.mapping import ChunkMapping, LoRAMapping
 from mural_server.models.base import CausalLM
-from mural_server.ops import AttentionBatch, KVLayer, PrefillChunk
+from mural_server.ops import AttentionBatch, AttentionSpec, KVLayer, PrefillChunk
+from mural_server.ops.zeroed import allocate_zeroed
 
 PROMPT_LOGPROB_ROWS = 64
 """Rows of full-vocabulary logits held at once for prompt log-probabilities."""
@@ -49,13 +50,12 @@ def allocate_kv(
     model: CausalLM, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> list[KVLayer]:
     """One pool a layer, [blocks, kv heads, block_size, head_dim] for keys and for values."""
-    return [
-        KVLayer(
-            torch.zeros(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=dtype),
-            torch.zeros(num_blocks, spec.num_kv_heads, block_size, spec.head_dim, dtype=dtype),
-        )
-        for spec in model.attention_specs
-    ]
+
+    def pool(spec: AttentionSpec) -> torch.Tensor:
+        shape = (num_blocks, spec.num_kv_heads, block_size, spec.head_dim)
+        return allocate_zeroed(shape, dtype, torch.device("cpu"))[0]
+
+    return [KVLayer(pool(spec), pool(spec)) for spec in model.attention_specs]
 
 
 def kv_bytes_per_block(model: CausalLM, block_size: int, dtype: torch.dtype) -> int:

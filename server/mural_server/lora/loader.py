@@ -51,7 +51,7 @@ from mural_server.lora.loader_protocol import (
     Start,
 )
 from mural_server.lora.model import LoRAModel
-from mural_server.lora.stack import allocate_zeroed
+from mural_server.ops.zeroed import allocate_zeroed
 
 __all__ = ["AdapterLoader", "LoaderLimits"]
 

@@ -10,27 +10,11 @@ import torch
 
 from mural_server.lora.rank_rows import RankRows
 from mural_server.lora.weights import LoRALayerWeights
+from mural_server.ops.zeroed import allocate_zeroed
 
-__all__ = ["LoRAStack", "allocate_zeroed"]
+__all__ = ["LoRAStack"]
 
 _CAN_RELEASE = hasattr(mmap, "MADV_DONTNEED") and hasattr(mmap.mmap, "madvise")
-
-
-def allocate_zeroed(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """Give a tensor of zeros; on a CPU its memory is touched only where it is written.
-
-    An anonymous mapping is zero and unbacked until a page is written, unlike ``torch.zeros``,
-    which writes all of it. So physical memory follows the rank rows in use, while the free ones
-    between two adapters' rows are still finite numbers (an operator may multiply them by zero).
-    """
-    num_bytes = int(torch.Size(shape).numel()) * dtype.itemsize
-    if device.type != "cpu" or num_bytes == 0:
-        return torch.zeros(*shape, dtype=dtype, device=device), None
-    # Private: of a shared mapping, pages that are dropped would live on in shared memory.
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(memory, dtype=dtype).view(*shape), memory
 
 
 class LoRAStack:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mural_server.lora.rank_rows import RankRows
-from mural_server.lora.stack import LoRAStack, allocate_zeroed
+from mural_server.lora.stack import LoRAStack
 from mural_server.lora.weights import LoRALayerWeights
+from mural_server.ops.zeroed import allocate_zeroed
 
 CPU = torch.device("cpu")
 
