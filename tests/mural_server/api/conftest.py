@@ -113,6 +113,7 @@ class ScriptedEngine(EngineClient):
         self.resident: dict[int, AdapterInfo] = {}
         self.load_gate: asyncio.Event | None = None
         self.gate: asyncio.Event | None = None
+        self.pause: Callable[[], Awaitable[None]] | None = None
         self.stepped = asyncio.Event()
         self.aborts = asyncio.Event()
         self.loading = asyncio.Event()
@@ -175,6 +176,8 @@ class ScriptedEngine(EngineClient):
     ) -> AdapterInfo:
         self.loads.append(lora)
         self.loading.set()
+        if self.pause is not None:
+            await self.pause()
         if self.load_gate is not None:
             await self.load_gate.wait()
         if lora.lora_name in self.refusals:
@@ -193,6 +196,8 @@ class ScriptedEngine(EngineClient):
         return info
 
     async def remove_lora(self, lora_int_id: int, *, drain_timeout_s: float = 60.0) -> FreedBytes:
+        if self.pause is not None:
+            await self.pause()
         info = self.resident.pop(lora_int_id, None)
         self.removed.set()
         return FreedBytes() if info is None else FreedBytes(slot=7, host=info.bytes, kv_blocks=2)

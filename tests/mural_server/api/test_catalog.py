@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -18,6 +19,7 @@ from mural_resolvers.errors import (
     Unavailable,
     UnusableAdapter,
 )
+from mural_resolvers.manifest import build_manifest
 from mural_resolvers.request import LoRAIdAllocator
 from mural_resolvers.resolver import LoRAResolverRegistry
 from mural_resolvers.tenants import Principal
@@ -252,3 +254,59 @@ async def test_a_server_without_adapters_knows_none(adapter_dir, engine):
     with pytest.raises(AdapterNotFound, match="off"):
         await lora_of(catalog, "acme:v1")
     await registry.close()
+
+
+async def turns(random: Random) -> None:
+    for _ in range(random.randrange(6)):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_under_random_loads_and_unloads_every_use_is_of_resident_weights(
+    engine, adapter_dir: Path, seed: int
+):
+    random = Random(seed)
+    engine.pause = lambda: turns(random)
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=60, roots=[adapter_dir]
+    )
+    folders = ["acme/default/v1", "acme/default/v2", "globex/default/v1"]
+    digests = {folder: build_manifest(adapter_dir / folder).digest for folder in folders}
+    fixed = {"acme:v1": digests[folders[0]], "globex:v1": digests[folders[2]]}
+    served = 0
+
+    async def one() -> None:
+        nonlocal served
+        name = random.choice(["one", "two", *fixed])
+        await turns(random)
+        try:
+            match random.randrange(6):
+                case 0 if name not in fixed:
+                    await catalog.load(name, random.choice(folders), inplace=True)
+                case 1:
+                    await catalog.unload(name)
+                case _:
+                    async with catalog.use(OPERATOR, name) as model:
+                        for _ in range(random.randrange(8)):
+                            assert model.lora.lora_int_id in engine.resident
+                            await asyncio.sleep(0)
+                    assert model.name == name
+                    assert model.lora.digest == fixed.get(name, model.lora.digest)
+                    assert ids.id_for(model.lora.digest) == model.lora.lora_int_id
+                    served += 1
+        except AdapterNotFound:
+            return
+
+    for _ in range(8):
+        await asyncio.gather(*(one() for _ in range(12)))
+    assert served
+    for view in catalog.view():
+        await catalog.unload(view.name)
+    await asyncio.gather(*catalog._removals.values())
+    assert engine.resident == {}
+    await catalog.close()
+    await registry.close()
+    catalog.check_integrity()
+    registry.check_integrity()

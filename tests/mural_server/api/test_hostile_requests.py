@@ -272,7 +272,7 @@ def bodies(model: type) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(sorted(model.model_fields)), json_values, max_size=5)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.one_of(bodies(CompletionRequest)))
 def test_any_completion_body_is_parsed_or_refused(body):
     valid = {"model": "tiny", "prompt": "Hi"}
@@ -285,7 +285,7 @@ def test_any_completion_body_is_parsed_or_refused(body):
     assert all(parsed.prompts)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(bodies(ChatCompletionRequest))
 def test_any_chat_body_is_parsed_or_refused(body):
     valid = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
