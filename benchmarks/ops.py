@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -61,18 +62,18 @@ def small_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
     shape = (rows // BLOCK_SIZE + 2, 3, BLOCK_SIZE, 64)
     kv = KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
 
-    def layer(ops: Ops) -> None:
-        ops.rms_norm(hidden, weight, 1e-5)
-        ops.rotary(qkv[:, :12], cos, sin)
-        ops.write_kv(kv, qkv[:, 9:12], qkv[:, 12:], slots)
-        ops.rms_norm(hidden, weight, 1e-5)
-        ops.gated(gate_up, "silu")
+    def each(ops: Ops) -> Form:
+        def step() -> None:
+            for _ in range(layers):
+                ops.rms_norm(hidden, weight, 1e-5)
+                ops.rotary(qkv[:, :12], cos, sin)
+                ops.write_kv(kv, qkv[:, 9:12], qkv[:, 12:], slots)
+                ops.rms_norm(hidden, weight, 1e-5)
+                ops.gated(gate_up, "silu")
 
-    packed, reference = PackedOps(dtype), ReferenceOps()
-    return {
-        "packed": lambda: [layer(packed) for _ in range(layers)],
-        "reference": lambda: [layer(reference) for _ in range(layers)],
-    }
+        return step
+
+    return {"packed": each(PackedOps(dtype)), "reference": each(ReferenceOps())}
 
 
 def attention_forms(
@@ -136,7 +137,9 @@ def lora_forms(
         for inner, outs in LINEARS
     ]
     inputs = {inner: torch.randn(rows, inner).to(dtype) for inner, _ in LINEARS}
-    outputs = {outs: torch.randn(rows, sum(outs)).to(dtype) for _, outs in LINEARS}
+    outputs: dict[tuple[int, ...], torch.Tensor] = {
+        outs: torch.randn(rows, sum(outs)).to(dtype) for _, outs in LINEARS
+    }
 
     def each(add: Callable[..., None]) -> Form:
         def step() -> None:
@@ -156,7 +159,7 @@ def lora_forms(
 def loop_over_adapters(
     y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: list[torch.Tensor], batch: LoRABatch
 ) -> None:
-    for slot in batch.row_slots.unique().tolist():
+    for slot in sorted(set(batch.row_slots.tolist())):
         rows = (batch.row_slots == slot).nonzero().flatten()
         lo, hi = batch.rank_rows[slot]
         deltas = [x[rows] @ a[i, lo:hi].t() @ expand[lo:hi] for i, expand in enumerate(b)]
@@ -181,19 +184,18 @@ def cases(layers: int, dtype: torch.dtype) -> dict[str, Callable[[], dict[str, F
     chunks = [LoRASegment(128 * i, 128 * (i + 1), i) for i in range(4)]
     made: dict[str, Callable[[], dict[str, Form]]] = {}
     for rows in (1, 16, 128):
-        made[f"linear        M={rows}"] = lambda rows=rows: linear_forms(rows, layers, dtype)
-        made[f"small         M={rows}"] = lambda rows=rows: small_forms(rows, layers, dtype)
+        made[f"linear        M={rows}"] = partial(linear_forms, rows, layers, dtype)
+        made[f"small         M={rows}"] = partial(small_forms, rows, layers, dtype)
     for rows in (1, 16):
-        made[f"decode        M={rows}"] = lambda rows=rows: decode_forms(rows, layers, dtype)
-        made[f"lora 1        M={rows}"] = lambda rows=rows: lora_forms(
-            segments_of([3] * rows), layers, dtype
+        made[f"decode        M={rows}"] = partial(decode_forms, rows, layers, dtype)
+        made[f"lora 1        M={rows}"] = partial(
+            lora_forms, segments_of([3] * rows), layers, dtype
         )
-    made["lora 8        M=16"] = lambda: lora_forms(
-        segments_of([row % 8 for row in range(16)]), layers, dtype
-    )
-    made["lora 4 chunks M=512"] = lambda: lora_forms(chunks, layers, dtype)
+    mixed = segments_of([row % 8 for row in range(16)])
+    made["lora 8        M=16"] = partial(lora_forms, mixed, layers, dtype)
+    made["lora 4 chunks M=512"] = partial(lora_forms, chunks, layers, dtype)
     for rows in (128, 512):
-        made[f"prefill       M={rows}"] = lambda rows=rows: prefill_forms(rows, layers, dtype)
+        made[f"prefill       M={rows}"] = partial(prefill_forms, rows, layers, dtype)
     return made
 
 
