@@ -53,6 +53,8 @@ class RequestUpdate(msgspec.Struct, kw_only=True):
     """Whole, in one of the updates."""
     cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache; of the sequence that had most."""
+    queued_s: float = 0.0
+    """With the first update: the wait before anything was computed; the longest of the n."""
     step: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -92,6 +94,7 @@ class Generator:
                     sequences=updates,
                     prompt_logprobs=next((d.prompt_logprobs for i, d in news if i == 0), []),
                     cached_tokens=cached,
+                    queued_s=max(delta.queued_s for _, delta in news),
                     step=max(delta.step for _, delta in news),
                     prompt_tokens=len(request.prompt_token_ids),
                     completion_tokens=completion,

@@ -52,6 +52,11 @@ class Metrics:
             "From the arrival of a request to its first token, queue and load included.",
             FIRST_TOKEN_BUCKETS_S,
         )
+        self.queued_s = self._histogram(
+            "vllm:request_queue_time_seconds",
+            "From the arrival of a request to the step that first computed some of it.",
+            FIRST_TOKEN_BUCKETS_S,
+        )
         self.inter_token_s = self._histogram(
             "vllm:inter_token_latency_seconds",
             "Between two steps that gave a request tokens.",

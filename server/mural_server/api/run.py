@@ -134,6 +134,7 @@ class _Counting:
             last = self._last.get(place)
             if last is None:
                 self._metrics.first_token_s.observe(now - self._arrived)
+                self._metrics.queued_s.observe(update.queued_s)
             else:
                 self._metrics.inter_token_s.observe(now - last)
             self._last[place] = now

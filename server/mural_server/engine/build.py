@@ -126,6 +126,8 @@ def cut_kv(model: CausalLM, settings: EngineSettings, dtype: torch.dtype, free_b
     per_block = kv_bytes_per_block(model, settings.block_size, dtype)
     kv_bytes = settings.resolved_kv_bytes(free_bytes)
     num_blocks = kv_bytes // per_block  # block 0 among them, which is never used
+    if settings.kv_cache_memory_bytes is None:
+        num_blocks = min(num_blocks, _most_useful_blocks(model, settings))
     held = (num_blocks - 1) * settings.block_size
     wanted = settings.max_model_len or model.max_position
     if wanted > model.max_position:
@@ -148,6 +150,12 @@ def cut_kv(model: CausalLM, settings: EngineSettings, dtype: torch.dtype, free_b
             f"must be at least max_model_len ({wanted}): raise the first or lower the second."
         )
     return Sizes(num_blocks, wanted, num_blocks * per_block)
+
+
+def _most_useful_blocks(model: CausalLM, settings: EngineSettings) -> int:
+    """Room for every row at full length, and three times as much for pauses and prefixes."""
+    longest = settings.max_model_len or model.max_position
+    return 4 * settings.max_num_seqs * -(-longest // settings.block_size) + 1
 
 
 def _build_adapters(

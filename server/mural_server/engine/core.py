@@ -190,6 +190,7 @@ class EngineCore:
                 eos_token_ids=self._eos_token_ids,
                 entropy=self._entropy,
                 arrival=self._arrivals,
+                arrived_s=self._clock(),
             )
         )
 
@@ -271,6 +272,7 @@ class EngineCore:
             self._finish_residencies(self._adapters)
         if not plan.empty:
             self._steps += 1
+            self._note_starts(plan)
             self._apply(plan, self._runner.execute(plan))
             self._stats_changed = True
         return changed or not plan.empty
@@ -351,6 +353,12 @@ class EngineCore:
         freed.kv_blocks = self._scheduler.pool.forget_adapter(lora_int_id)
         return freed
 
+    def _note_starts(self, plan: StepPlan) -> None:
+        now = self._clock()
+        for request, _ in plan.chunks:
+            if request.started_s is None:
+                request.started_s = now
+
     def _apply(self, plan: StepPlan, result: StepResult) -> None:
         for chunk in plan.chunks:
             self._prompt_tokens += min(
@@ -387,6 +395,7 @@ class EngineCore:
                 finish_reason=reason,
                 stop_token_id=stop_token_id,
                 cached_tokens=request.cached_tokens if first else 0,
+                queued_s=(request.started_s or 0.0) - request.arrived_s if first else 0.0,
                 step=self._steps,
             )
         )

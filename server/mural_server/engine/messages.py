@@ -54,6 +54,8 @@ class RequestDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Prompt tokens that came from the prefix cache."""
     error: str = ""
     error_status: int = 500
+    queued_s: float = 0.0
+    """With the first token: how long the request waited before anything of it was computed."""
     step: int = 0
     """Number of the step: requests that share it shared a batch."""
 

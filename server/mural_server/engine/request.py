@@ -47,8 +47,12 @@ class Request:
     seed: int
     arrival: int
     """Order of arrival, unique."""
+    arrived_s: float
+    """On the core's clock."""
     output: list[int] = field(default_factory=list)
     """The tokens behind the prompt."""
+    started_s: float | None = None
+    """When the first of it was computed."""
     state: State = State.WAITING
     num_computed: int = 0
     """Tokens whose KV stands in the pool."""
@@ -70,6 +74,7 @@ class Request:
         eos_token_ids: tuple[int, ...],
         entropy: random.Random,
         arrival: int,
+        arrived_s: float = 0.0,
     ) -> Request:
         """``entropy`` gives the seed of a request that names none."""
         lora_int_id = message.lora.lora_int_id if message.lora else 0
@@ -86,6 +91,7 @@ class Request:
             eos_token_ids=eos_token_ids,
             seed=entropy.getrandbits(SEED_BITS) if seed is None else seed,
             arrival=arrival,
+            arrived_s=arrived_s,
         )
 
     def append(self, token_id: int) -> None:
