@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, GgufConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils.logging import disable_progress_bar
 
@@ -34,10 +34,8 @@ class PeftBaseline:
         torch.set_num_threads(setup.threads)
         self._count = setup.sizes.output_tokens
         base = _load_base(setup)
-        # Both, since what one leaves open is taken from the other; no id may end an answer.
-        self._config = base.generation_config = GenerationConfig(
-            do_sample=False, use_cache=True, pad_token_id=0
-        )
+        # What a call leaves open is taken from the model's own, by which an id could end an answer.
+        base.generation_config = GenerationConfig()
         self._base = base
         self._model = self._with_adapters(base, setup)
 
@@ -79,8 +77,9 @@ class PeftBaseline:
             input_ids=prompts,
             attention_mask=torch.ones_like(prompts),
             adapter_names=[_key(job.adapter) if job.adapter else BASE for job in jobs],
-            generation_config=self._config,
-            max_new_tokens=count,
+            generation_config=GenerationConfig(
+                max_new_tokens=count, do_sample=False, use_cache=True, pad_token_id=0
+            ),
             streamer=clock,
         )
         seconds = time.perf_counter() - sent
@@ -120,12 +119,16 @@ class _TokenClock(BaseStreamer):  # type: ignore[misc]  # transformers carries n
 def _load_base(setup: Setup) -> PreTrainedModel:
     disable_progress_bar()
     path = Path(setup.model)
-    folder, file = (path.parent, path.name) if path.is_file() else (path, None)
+    folder, kept = path, {}
+    if path.is_file():
+        # Plain linears: packed weights, where their kernels are installed, would be slower here.
+        folder = path.parent
+        kept = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
     return AutoModelForCausalLM.from_pretrained(
-        str(folder), gguf_file=file, dtype=DTYPES[setup.dtype], local_files_only=True
+        str(folder), dtype=DTYPES[setup.dtype], local_files_only=True, **kept
     ).eval()
 
 
 def _key(adapter: str) -> str:
-    """PEFT makes its adapters' names parts of module names, which take neither ``:`` nor ``.``"""
+    """PEFT makes its adapters' names parts of module names, which take neither ``:`` nor ``.``."""
     return adapter.replace(":", "_").replace(".", "_")

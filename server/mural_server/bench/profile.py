@@ -1,4 +1,4 @@
-"""Where a decode step's time goes, by the part of the engine that asked for it."""
+"""Where a decode step's time goes, by the function of the server that asked for it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ Edge = tuple[int, int, float, float]
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A module of the server, and what it and the libraries under it took in a step."""
+    """A function of the server, and what it and the libraries under it took in a step."""
 
-    module: str
+    function: str
+    """``ops.packed.linear`` and the like."""
     ms: float
 
 
@@ -76,8 +77,8 @@ def _measure(driver: CoreDriver, setup: Setup, batch: Group) -> StepProfile:
                 driver.step()
         count += sizes.window_steps
     driver.end_batch()
-    seconds = by_module(profiler)
-    parts = [Part(module, 1e3 * spent / count) for module, spent in seconds.items()]
+    seconds = by_function(profiler)
+    parts = [Part(function, 1e3 * spent / count) for function, spent in seconds.items()]
     parts.sort(key=lambda part: -part.ms)
     return StepProfile(
         batch=batch,
@@ -87,32 +88,32 @@ def _measure(driver: CoreDriver, setup: Setup, batch: Group) -> StepProfile:
     )
 
 
-def by_module(profiler: cProfile.Profile) -> dict[str, float]:
-    """Own seconds of each of the server's modules, and of all that it calls outside of them.
+def by_function(profiler: cProfile.Profile) -> dict[str, float]:
+    """Own seconds of each of the server's functions, and of all that it calls outside of them.
 
     What a library's function took is handed to its callers in proportion to what it took for each
-    of them, until it arrives at a module of the server.
+    of them, until it arrives at a function of the server.
     """
     stats = _read(profiler)
-    modules: dict[str, float] = defaultdict(float)
+    found: dict[str, float] = defaultdict(float)
     pending = dict(stats.own)
     for _ in range(MAX_PASSES):
         handed_on: dict[Function, float] = defaultdict(float)
         for function, seconds in pending.items():
-            module = _module(function)
-            if module is not None:
-                modules[module] += seconds
+            name = _own_name(function)
+            if name is not None:
+                found[name] += seconds
                 continue
             callers = stats.callers[function]
             total = sum(callers.values())
             if not total:
-                modules[ELSEWHERE] += seconds
+                found[ELSEWHERE] += seconds
                 continue
             for caller, share in callers.items():
                 handed_on[caller] += seconds * share / total
         pending = handed_on
-    modules[ELSEWHERE] += sum(pending.values())
-    return dict(modules)
+    found[ELSEWHERE] += sum(pending.values())
+    return dict(found)
 
 
 def _read(profiler: cProfile.Profile) -> _Stats:
@@ -127,9 +128,9 @@ def _read(profiler: cProfile.Profile) -> _Stats:
     )
 
 
-def _module(function: Function) -> str | None:
-    """``ops.packed`` and the like; None for what is not the server's."""
+def _own_name(function: Function) -> str | None:
+    """None for what is not the server's."""
     path = Path(function[0])
     if not path.is_relative_to(PACKAGE):
         return None
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join([*path.relative_to(PACKAGE).with_suffix("").parts, function[2]])

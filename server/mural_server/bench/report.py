@@ -93,24 +93,24 @@ def show_slots(report: SlotsReport) -> None:
 
 
 def show_profile(report: ProfileReport) -> None:
-    """Print each batch's decode step by module."""
+    """Print each batch's decode step by function."""
     console = _console()
     for step in report.steps:
         table = _table(
             f"Decode step, {step.batch}: {step.plain.p50_ms:.1f} ms (p50), "
             f"{step.profiled_ms:.1f} ms under the profiler",
-            ["module, with the libraries under it"],
+            ["function, with the libraries under it"],
             ["ms", "share"],
         )
         for part in step.parts:
             share = part.ms / step.profiled_ms
             if share >= SMALLEST_SHARE:
-                table.add_row(part.module, f"{part.ms:.2f}", f"{share:.0%}")
+                table.add_row(part.function, f"{part.ms:.2f}", f"{share:.0%}")
         console.print(table)
 
 
 def _table(title: str, texts: list[str], numbers: list[str]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", min_width=len(title))
     for text in texts:
         table.add_column(text)
     for number in numbers:
