@@ -27,11 +27,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Serve SmolLM2 with two tenants' adapters and show what happened
 	@$(BIN)/python examples/demo.py
 
-test: $(STAMP) ## Run the test suite on its sampled matrix (minutes on 2 cores)
-	@$(BIN)/python -m pytest
+# One thread a worker: teams of several spin against each other on a small machine.
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+
+test: $(STAMP) ## Run the test suite on its sampled matrix (some minutes on 2 cores)
+	@$(TEST)
 
 test-full: $(STAMP) ## Run the slow suites and whole matrices that `make test` leaves out
-	@$(BIN)/python -m pytest -m 'slow or full' --timeout=1200
+	@$(TEST) -m 'slow or full' --timeout=1200
 
 lint: $(STAMP) ## Check style
 	@$(BIN)/ruff check .
