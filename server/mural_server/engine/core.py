@@ -14,6 +14,7 @@ from mural_resolvers.errors import (
     Unavailable,
     UnusableAdapter,
 )
+from mural_resolvers.request import LoRARequest
 from mural_server.engine.adapters import AdapterFailure, Adapters
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.messages import (
@@ -66,6 +67,8 @@ class Residency:
     call_id: int
     lora_int_id: int
     in_slot: bool
+    lora: LoRARequest | None = None
+    """To load it with; None for one that is resident, if only in host memory."""
 
 
 class EngineCore:
@@ -220,13 +223,17 @@ class EngineCore:
         if command.pinned:
             self._scheduler.slots.pin(command.lora.lora_int_id)
         in_slot = command.pinned or command.level == "slot"
-        self._await_residency(command.call_id, command.lora.lora_int_id, in_slot=in_slot)
+        self._await_residency(
+            Residency(command.call_id, command.lora.lora_int_id, in_slot, command.lora)
+        )
 
-    def _await_residency(self, call_id: int, lora_int_id: int, *, in_slot: bool) -> None:
-        if in_slot:
+    def _await_residency(self, residency: Residency) -> None:
+        if residency.in_slot:
             # Wanted once even if it is pinned: an unpin meanwhile must not leave the call waiting.
-            self._scheduler.slots.want(lora_int_id)
-        self._residencies.append(Residency(call_id, lora_int_id, in_slot))
+            self._scheduler.slots.want(residency.lora_int_id)
+        self._residencies.append(residency)
+        # What is there already could be evicted by the next step.
+        self._finish_residencies(self._require_adapters())
 
     def _check_pin(self, lora_int_id: int) -> None:
         slots = self._scheduler.slots
@@ -249,10 +256,13 @@ class EngineCore:
             return
         self._check_pin(command.lora_int_id)
         self._scheduler.slots.pin(command.lora_int_id)
-        self._await_residency(command.call_id, command.lora_int_id, in_slot=True)
+        self._await_residency(Residency(command.call_id, command.lora_int_id, in_slot=True))
 
     def _remove_lora(self, command: RemoveLora) -> None:
         self._require_adapters().retire(command.lora_int_id)
+        self._fail_residencies(
+            command.lora_int_id, AdapterNotFound("The adapter was removed meanwhile.")
+        )
         deadline = self._clock() + command.drain_timeout_s
         self._removals.append(Removal(command.call_id, command.lora_int_id, deadline))
 
@@ -333,6 +343,9 @@ class EngineCore:
                 if lora_int_id in self._scheduler.slots.pinned:
                     adapters.pin(lora_int_id, pinned=True)
                 self._reply(residency.call_id, AdapterReply(self._info_of(lora_int_id)))
+            elif residency.lora is not None:
+                # It may have been evicted as soon as it had come.
+                adapters.want(residency.lora, tenant="", keep=True)
 
     def _finish_removals(self, adapters: Adapters) -> None:
         for removal in self._removals.copy():
@@ -341,9 +354,6 @@ class EngineCore:
                 continue
             self._abort([request.request_id for request in requests])
             self._removals.remove(removal)
-            self._fail_residencies(
-                removal.lora_int_id, AdapterNotFound("The adapter was removed meanwhile.")
-            )
             self._reply(removal.call_id, FreedReply(self._free(adapters, removal.lora_int_id)))
             self._stats_changed = True
 
