@@ -61,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"max_tokens must be at least 1, not {self.max_tokens}",
             ),
             (
-                0 <= self.min_tokens
+                self.min_tokens >= 0
                 and (self.max_tokens is None or self.min_tokens <= self.max_tokens),
                 f"min_tokens must be between 0 and max_tokens, not {self.min_tokens}",
             ),
@@ -111,8 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             ),
             (
                 self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
-                f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}, not "
-                f"{self.prompt_logprobs}",
+                f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}, not {self.prompt_logprobs}",
             ),
         )
 
