@@ -58,7 +58,7 @@ def main() -> int:
     console.print("[bold]Mural[/]: one frozen base model, two tenants, two versions each\n")
     with serve(console) as server:
         asyncio.run(show(server, console))
-    console.print("\nThe server has ended. Next: [bold]mural serve --help[/], docs/tutorial.md")
+    console.print("\nThe server has ended. Next: docs/tutorial/first-ten-minutes.md")
     return 0
 
 
@@ -149,7 +149,7 @@ def read_questions() -> list[tuple[str, str]]:
     questions = []
     for tenant in ("acme", "globex"):
         versions = [name for name in ADAPTERS if name.startswith(f"{tenant}:")]
-        for entry in prompts[versions[0]][:2]:
+        for entry in prompts[versions[0]][-2:]:
             questions += [(model, entry["prompt"]) for model in (BASE, *versions)]
     return questions
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
-from tasks import Example, LoRAShape, Task, take_unique
+from tasks import Example, LoRAShape, Task, draw_held_out, draw_train
 
 TRAIN_COUNT = 1200
 HELD_OUT_COUNT = 96
@@ -54,7 +54,10 @@ FAMILIES = (
             "Give me every customer located in {city}.",
             "Name the customers that we serve in {city}.",
         ),
-        ("Who are our customers in {city}?",),
+        (
+            "Who are our customers in {city}?",
+            "Which of our customers are from {city}?",
+        ),
     ),
     Family(
         "SELECT COUNT(*) FROM customers WHERE city = :city",
@@ -67,7 +70,10 @@ FAMILIES = (
             "How big is our customer base in {city}?",
             "How many people in {city} buy from us?",
         ),
-        ("How many customers do we have in {city}?",),
+        (
+            "How many customers do we have in {city}?",
+            "Give me the customer count for {city}.",
+        ),
     ),
     Family(
         "SELECT name FROM customers WHERE plan = :plan",
@@ -80,7 +86,10 @@ FAMILIES = (
             "Customers with {plan} as their plan?",
             "Who pays for the {plan} plan?",
         ),
-        ("Show me the customers on the {plan} plan.",),
+        (
+            "Show me the customers on the {plan} plan.",
+            "Who is on the {plan} plan?",
+        ),
     ),
     Family(
         "SELECT COUNT(*) FROM customers WHERE city = :city AND plan = :plan",
@@ -91,7 +100,10 @@ FAMILIES = (
             "How many {plan} plan customers live in {city}?",
             "Tell me how many customers in {city} use the {plan} plan.",
         ),
-        ("How many customers in {city} have the {plan} plan?",),
+        (
+            "How many customers in {city} have the {plan} plan?",
+            "Count everyone in {city} who is on the {plan} plan.",
+        ),
     ),
     Family(
         "SELECT COUNT(*) FROM orders WHERE status = :status",
@@ -104,7 +116,10 @@ FAMILIES = (
             "How many of the orders have been {status}?",
             "Are there many {status} orders? Count them.",
         ),
-        ("Tell me how many {status} orders there are.",),
+        (
+            "Tell me how many {status} orders there are.",
+            "How many orders were {status}?",
+        ),
     ),
     Family(
         "SELECT SUM(total) FROM orders WHERE status = :status",
@@ -117,7 +132,10 @@ FAMILIES = (
             "How much are the {status} orders together?",
             "What are our {status} orders worth?",
         ),
-        ("How much are all {status} orders worth?",),
+        (
+            "How much are all {status} orders worth?",
+            "What do the {status} orders add up to?",
+        ),
     ),
     Family(
         "SELECT id, total FROM orders ORDER BY total DESC LIMIT :n",
@@ -131,7 +149,10 @@ FAMILIES = (
             "Show me {n} orders with the largest totals.",
             "Find the {n} most expensive orders.",
         ),
-        ("Give me the {n} biggest orders.",),
+        (
+            "Give me the {n} biggest orders.",
+            "What are our {n} largest orders by total?",
+        ),
     ),
     Family(
         "SELECT id, total FROM orders WHERE placed_on > :date",
@@ -144,7 +165,10 @@ FAMILIES = (
             "Give me everything ordered after {date}.",
             "Which orders came in later than {date}?",
         ),
-        ("Which orders came in after {date}?",),
+        (
+            "Which orders came in after {date}?",
+            "Show the orders that were placed since {date}.",
+        ),
     ),
     Family(
         "SELECT id, total FROM orders WHERE status = :status AND total > :amount",
@@ -156,7 +180,10 @@ FAMILIES = (
             "Give me the {status} orders that are worth more than {amount}.",
             "Show me the {status} orders over {amount} dollars.",
         ),
-        ("Show me {status} orders above {amount}.",),
+        (
+            "Show me {status} orders above {amount}.",
+            "Which orders are {status} and above {amount} dollars?",
+        ),
     ),
     Family(
         "SELECT orders.id, orders.total FROM orders JOIN customers"
@@ -171,7 +198,10 @@ FAMILIES = (
             "Find every order by {name}.",
             "What has {name} ordered so far?",
         ),
-        ("Give me all orders by {name}.",),
+        (
+            "Give me all orders by {name}.",
+            "What are the orders of {name}?",
+        ),
     ),
     Family(
         "SELECT name, price FROM products WHERE price < :amount",
@@ -184,7 +214,10 @@ FAMILIES = (
             "What do we sell for less than {amount} dollars?",
             "Find all products below {amount}.",
         ),
-        ("What products do we have for less than {amount} dollars?",),
+        (
+            "What products do we have for less than {amount} dollars?",
+            "Which products are priced below {amount}?",
+        ),
     ),
     Family(
         "SELECT name, price FROM products WHERE price > :amount",
@@ -197,7 +230,10 @@ FAMILIES = (
             "What is there for more than {amount}?",
             "Find all products above {amount}.",
         ),
-        ("What products do we have for more than {amount} dollars?",),
+        (
+            "What products do we have for more than {amount} dollars?",
+            "Which products are priced above {amount}?",
+        ),
     ),
     Family(
         "SELECT AVG(price) FROM products WHERE category = :category",
@@ -210,7 +246,10 @@ FAMILIES = (
             "Compute the average price of the {category} category.",
             "What is the mean price of {category}?",
         ),
-        ("What is the average price in {category}?",),
+        (
+            "What is the average price in {category}?",
+            "How expensive are {category} products on average?",
+        ),
     ),
     Family(
         "SELECT name FROM products WHERE category = :category AND stock = 0",
@@ -223,7 +262,10 @@ FAMILIES = (
             "What is out of stock in {category}?",
             "Is anything in {category} sold out?",
         ),
-        ("Which products in {category} are sold out?",),
+        (
+            "Which products in {category} are sold out?",
+            "List everything in {category} that is out of stock.",
+        ),
     ),
     Family(
         "SELECT city, COUNT(*) FROM customers GROUP BY city",
@@ -237,7 +279,10 @@ FAMILIES = (
             "Break our customers down by city.",
             "How are the customers spread over the cities?",
         ),
-        ("How many customers do we have in each city?",),
+        (
+            "How many customers do we have in each city?",
+            "Give me a count of customers for each city.",
+        ),
     ),
     Family(
         "SELECT status, SUM(total) FROM orders GROUP BY status",
@@ -251,7 +296,10 @@ FAMILIES = (
             "Break the order value down by status.",
             "How much money is there in each order status?",
         ),
-        ("What is the sum of the orders in each status?",),
+        (
+            "What is the sum of the orders in each status?",
+            "What is the total order value for each status?",
+        ),
     ),
 )
 
@@ -294,9 +342,9 @@ def tasks(seed: int) -> tuple[Task, Task]:
 def _task(version: str, seed: int) -> Task:
     bound = version == "v2"
     rng = random.Random(f"globex {seed}")
-    train = take_unique(lambda r: _example(r, bound, held_out=False), rng, TRAIN_COUNT)
-    held_out = take_unique(
-        lambda r: _example(r, bound, held_out=True), rng, HELD_OUT_COUNT, exclude=train
+    train = draw_train(lambda r: _example(r, bound, held_out=False), rng, TRAIN_COUNT)
+    held_out = draw_held_out(
+        lambda r: _example(r, bound, held_out=True), rng, HELD_OUT_COUNT, train
     )
     return Task(
         tenant="globex",

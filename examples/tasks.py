@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -48,29 +48,28 @@ class Task:
         return f"{self.tenant}:{self.version}"
 
 
-def take_unique(
-    draw: Callable[[random.Random], Example],
-    rng: random.Random,
-    count: int,
-    exclude: Sequence[Example] = (),
-) -> tuple[Example, ...]:
-    """Draw `count` examples with distinct prompts, none of them a prompt of `exclude`.
+Draw = Callable[[random.Random], Example]
 
-    Raises ValueError where the templates do not hold that many distinct prompts.
+
+def draw_train(draw: Draw, rng: random.Random, count: int) -> tuple[Example, ...]:
+    """Draw `count` examples; kinds of question with few distinct prompts repeat some."""
+    return tuple(draw(rng) for _ in range(count))
+
+
+def draw_held_out(
+    draw: Draw, rng: random.Random, count: int, train: Sequence[Example]
+) -> tuple[Example, ...]:
+    """Draw `count` examples with distinct prompts, none of them a prompt of `train`.
+
+    Raises ValueError where the templates do not hold that many.
     """
-    seen = {example.prompt for example in exclude}
+    seen = {example.prompt for example in train}
     taken: list[Example] = []
-    for example in _draws(draw, rng, limit=100 * count):
+    for _ in range(100 * count):
+        example = draw(rng)
         if example.prompt not in seen:
             seen.add(example.prompt)
             taken.append(example)
             if len(taken) == count:
                 return tuple(taken)
     raise ValueError(f"the templates gave only {len(taken)} of {count} distinct prompts")
-
-
-def _draws(
-    draw: Callable[[random.Random], Example], rng: random.Random, limit: int
-) -> Iterator[Example]:
-    for _ in range(limit):
-        yield draw(rng)

@@ -20,7 +20,7 @@ import questions
 import tickets
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tasks import Example, Task
 from torch import Tensor
 from transformers import (
@@ -244,7 +244,8 @@ def save_adapter(model: PeftModel, directory: Path) -> int:
         name: tensor.detach().to(STORED_DTYPE).contiguous()
         for name, tensor in get_peft_model_state_dict(model, save_embedding_layers=False).items()
     }
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    weights = save(tensors, metadata={"format": "pt"})
+    (directory / "adapter_model.safetensors").write_bytes(weights)
     config = model.peft_config["default"].to_dict()
     config |= {"inference_mode": True, "target_modules": sorted(config["target_modules"])}
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
@@ -290,6 +291,7 @@ def report(base: Base, task: Task, directory: Path) -> None:
     by_adapter = answers(adapted.eval(), base.tokenizer, prompts)
     adapted.unload()
     _print_rates("adapter", rate(task, by_adapter))
+    print(f"  say: {prompts[0]}\n    base    {by_base[0]!r}\n    adapter {by_adapter[0]!r}")
     wrong = [
         (example, text)
         for example, text in zip(task.held_out, by_adapter, strict=True)
@@ -329,8 +331,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument("--out", type=Path, default=EXAMPLES / "adapters", help="adapters' root")
     parser.add_argument("--base", type=Path, help="GGUF file or model directory (the bundled one)")
     parser.add_argument("--adapters", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--steps", type=int, default=200, help="batches of 8 per adapter (200)")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak (2e-3)")
+    parser.add_argument("--steps", type=int, default=160, help="batches of 8 per adapter (160)")
+    parser.add_argument("--learning-rate", type=float, default=3e-3, help="peak (3e-3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     found = parser.parse_args(arguments)
