@@ -7,7 +7,6 @@ _aliases.json``. Names that begin with ``_`` or ``.`` are no versions.
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import random
 import threading
@@ -30,14 +29,12 @@ from mural_resolvers.errors import (
     UnusableAdapter,
     quoted,
 )
-from mural_resolvers.files import contained, read_bounded
+from mural_resolvers.files import contained, is_folder, leads_nowhere, read_bounded
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.manifest import (
     MANIFEST_FILE,
     Manifest,
-    build_manifest,
-    check_same,
-    read_manifest,
+    checked_manifest,
 )
 from mural_resolvers.names import LATEST, AdapterName, is_tenant, is_version
 from mural_resolvers.resolver import LoRAResolver, ResolvedAdapter
@@ -153,10 +150,7 @@ class DirectoryResolver(LoRAResolver):
     def _read(self, located: _Located) -> Manifest:
         """Hash the files, hold them to the manifest beside them, remember the result."""
         with _reading():
-            manifest = build_manifest(located.path, self._limits)
-            stated = read_manifest(located.path, self._limits)
-            if stated is not None:
-                check_same(manifest, stated)
+            manifest = checked_manifest(located.path, self._limits)
             youngest = max(stamp.changed_ns for stamp in located.stamps)
             settled = self._now_ns() - youngest > _SETTLED_NS
             if settled and located.stamps == self._stamps(located.path):
@@ -218,7 +212,7 @@ class DirectoryResolver(LoRAResolver):
     def _adapter_folder(self, name: AdapterName) -> Path | None:
         tenant_folder = self._tenant_folder(name.tenant)
         folder = contained(tenant_folder / name.adapter, tenant_folder)
-        return folder if folder.is_dir() else None
+        return folder if is_folder(folder) else None
 
     def _exact_version(self, folder: Path, asked: str) -> str | None:
         """Resolve an alias; None for what is neither a version nor an alias."""
@@ -242,7 +236,7 @@ class DirectoryResolver(LoRAResolver):
 
     def _aliases(self, folder: Path) -> dict[str, tuple[AliasTarget, ...]]:
         path = folder / ALIASES_FILE
-        if not path.exists():
+        if not os.path.lexists(path):
             return {}
         return parse_aliases(read_bounded(contained(path, folder), MAX_ALIAS_FILE_BYTES))
 
@@ -278,6 +272,12 @@ def _stamp(path: Path) -> _Stamp:
         stat = path.stat()
     except FileNotFoundError:
         return _Stamp(path)
+    except OSError as error:
+        if leads_nowhere(error):
+            raise UnusableAdapter(
+                f"{quoted(path.name)} cannot be read: {error.strerror}."
+            ) from None
+        raise
     return _Stamp(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
 
 
@@ -304,8 +304,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        # A circular link is no folder, and must not hide the versions beside it.
-        if error.errno == errno.ELOOP:
+        # A link that leads nowhere is no folder, and must not hide the versions beside it.
+        if leads_nowhere(error):
             return False
         raise
 

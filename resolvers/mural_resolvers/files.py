@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -9,7 +10,27 @@ from typing import BinaryIO
 
 from mural_resolvers.errors import TooLarge, UnusableAdapter, quoted
 
-__all__ = ["contained", "open_regular", "read_bounded"]
+__all__ = ["contained", "is_folder", "leads_nowhere", "open_regular", "read_bounded"]
+
+# What a link, or a name, of somebody's own making can cause; a disk that fails gives others.
+_LEADS_NOWHERE = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM}
+)
+
+
+def leads_nowhere(error: OSError) -> bool:
+    """Whether the path itself is at fault, rather than the disk that it is on."""
+    return error.errno in _LEADS_NOWHERE
+
+
+def is_folder(path: Path) -> bool:
+    """Tell whether a folder is there; raise ``OSError`` only where the disk cannot tell."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if leads_nowhere(error):
+            return False
+        raise
 
 
 def contained(path: Path, within: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -26,6 +27,7 @@ __all__ = [
     "Manifest",
     "PeftFacts",
     "build_manifest",
+    "checked_manifest",
     "read_manifest",
     "verify_folder",
 ]
@@ -116,10 +118,24 @@ def build_manifest(
     return Manifest(files=files, facts=PeftFacts.of(config), digest=compute_digest(files))
 
 
+def checked_manifest(
+    folder: Path, limits: AdapterLimits = DEFAULT_LIMITS, *, within: Path | None = None
+) -> Manifest:
+    """``build_manifest``, held to the manifest that lies in the folder, if there is one.
+
+    Raises ``ManifestMismatch`` naming the first file that is another.
+    """
+    found = build_manifest(folder, limits, within=within)
+    stated = read_manifest(folder, limits)
+    if stated is not None:
+        check_same(found, stated)
+    return found
+
+
 def read_manifest(folder: Path, limits: AdapterLimits = DEFAULT_LIMITS) -> Manifest | None:
     """Read the manifest that lies in a folder, or None; raise ``UnusableAdapter``, ``TooLarge``."""
     path = folder / MANIFEST_FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     return Manifest.from_json(read_bounded(contained(path, folder), limits.max_manifest_bytes))
 

@@ -31,8 +31,9 @@ from mural_resolvers.errors import (
     Unavailable,
     quoted,
 )
+from mural_resolvers.files import is_folder
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
-from mural_resolvers.manifest import Manifest, build_manifest
+from mural_resolvers.manifest import Manifest, checked_manifest
 from mural_resolvers.names import AdapterName, parse_name, validate_admin_name
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
 from mural_resolvers.resolver import LoRAResolverRegistry, ResolvedAdapter
@@ -437,9 +438,7 @@ class AdapterCatalog:
     ) -> AdapterInfo:
         async with self._lock(name):
             self._check_free(name, inplace=inplace)
-            if not await asyncio.to_thread(folder.is_dir):
-                raise AdapterNotFound(f"The folder of the lora adapter '{name}' does not exist.")
-            manifest = await asyncio.to_thread(build_manifest, folder, self._limits, within=within)
+            manifest = await asyncio.to_thread(self._read_folder, name, folder, within)
             digest = manifest.digest
             entry = _Entry(
                 name=name,
@@ -455,6 +454,15 @@ class AdapterCatalog:
                 # The old content drains under its own id while new requests get the new one.
                 self._start_removal(old.lora.lora_int_id)
             return info
+
+    def _read_folder(self, name: str, folder: Path, within: Path) -> Manifest:
+        try:
+            if not is_folder(folder):
+                raise AdapterNotFound(f"The folder of the lora adapter '{name}' does not exist.")
+            return checked_manifest(folder, self._limits, within=within)
+        except OSError as error:
+            # strerror alone: the path is not the user's to know.
+            raise Unavailable(f"The folder cannot be read: {error.strerror}.") from error
 
     async def _add(
         self, principal: Principal, entry: _Entry, level: AdapterLevel, pinned: bool

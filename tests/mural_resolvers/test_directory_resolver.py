@@ -287,6 +287,45 @@ def test_a_circular_link_does_not_hide_the_versions_beside_it(
     assert versions_of(find("acme")) == "acme:v1"
 
 
+@pytest.mark.parametrize("target", ["x" * 4000, "v1/adapter_config.json/below", "nowhere"])
+def test_a_link_that_leads_nowhere_does_not_hide_the_versions_beside_it(
+    root: Path, find: Find, write_adapter: WriteAdapter, target: str
+) -> None:
+    write_adapter(root / "acme" / "default" / "v1")
+    (root / "acme" / "default" / "v2").symlink_to(target)
+    (root / "acme" / "other").symlink_to(target)
+
+    assert versions_of(find("acme")) == "acme:v1"
+    assert find("acme:v2") is None
+    assert find("acme/other:v1") is None
+
+
+@pytest.mark.parametrize("target", ["it", "x" * 4000, "adapter_config.json/below"])
+@pytest.mark.parametrize(
+    "name", ["adapter_model.safetensors", "chat_template.jinja", MANIFEST_FILE]
+)
+def test_a_file_that_is_a_link_to_nowhere_makes_the_adapter_unusable(
+    root: Path, find: Find, write_adapter: WriteAdapter, name: str, target: str
+) -> None:
+    folder = write_adapter(root / "acme" / "default" / "v1")
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(name if target == "it" else target)
+
+    with pytest.raises(UnusableAdapter, match=name):
+        find("acme:v1")
+
+
+@pytest.mark.parametrize("target", ["_aliases.json", "x" * 4000, "nowhere"])
+def test_aliases_that_cannot_be_read_are_not_passed_over(
+    root: Path, find: Find, write_adapter: WriteAdapter, target: str
+) -> None:
+    write_adapter(root / "acme" / "default" / "v1")
+    (root / "acme" / "default" / "_aliases.json").symlink_to(target)
+
+    with pytest.raises(UnusableAdapter, match="cannot be read"):
+        find("acme:stable")
+
+
 # Content
 
 
@@ -299,7 +338,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         folders.append(folder)
         return build_manifest(folder, limits)
 
-    monkeypatch.setattr(directory, "build_manifest", spy)
+    monkeypatch.setattr(directory, "checked_manifest", spy)
     return folders
 
 
@@ -447,7 +486,7 @@ async def test_what_is_known_waits_for_nobody_s_cold_files(
         release.wait()
         return build_manifest(folder, limits)
 
-    monkeypatch.setattr(directory, "build_manifest", slow)
+    monkeypatch.setattr(directory, "checked_manifest", slow)
     cold = [
         asyncio.create_task(
             resolver.resolve(Principal("globex"), parse_name(f"globex:v{n}"), base_spec)

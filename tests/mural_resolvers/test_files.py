@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
 from mural_resolvers.errors import TooLarge, UnusableAdapter
-from mural_resolvers.files import contained, open_regular, read_bounded
+from mural_resolvers.files import contained, is_folder, open_regular, read_bounded
 
 
 def test_a_link_is_judged_by_where_it_ends(tmp_path: Path) -> None:
@@ -57,3 +58,25 @@ def test_a_file_above_its_limit_is_not_kept(tmp_path: Path) -> None:
     assert read_bounded(tmp_path / "f", 5) == b"12345"
     with pytest.raises(TooLarge):
         read_bounded(tmp_path / "f", 4)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "link", "x" * 4000, "file/below"])
+def test_a_link_that_leads_nowhere_is_no_folder(tmp_path: Path, target: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(target)
+
+    assert is_folder(tmp_path)
+    assert not is_folder(tmp_path / "link")
+    assert not is_folder(tmp_path / "file")
+    assert not is_folder(tmp_path / ("x" * 300))
+
+
+def test_a_disk_that_fails_is_not_taken_for_an_absent_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Path) -> os.stat_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "stat", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        is_folder(tmp_path)
