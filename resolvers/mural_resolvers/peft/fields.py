@@ -16,7 +16,7 @@ _MAX_MAGNITUDE = 1e9
 
 
 class Fields:
-    """Reads each key as its type and remembers which were read; null means the default.
+    """Reads each key as its type and remembers which were read; null means absent, but for numbers.
 
     Every method raises ``UnusableAdapter`` naming the key whose value has another form.
     """
@@ -62,14 +62,12 @@ class Fields:
         return self.text(key) or default
 
     def rank(self, key: str, default: int) -> int:
-        """A positive integer."""
-        value = self._get(key)
-        return default if value is None else self._rank(key, value)
+        """A positive integer; null is none, which PEFT cannot calculate with either."""
+        return self._rank(key, self._get(key)) if key in self._raw else default
 
     def number(self, key: str, default: float) -> float:
-        """A finite number."""
-        value = self._get(key)
-        return default if value is None else self._number(key, value)
+        """A finite number; null is none."""
+        return self._number(key, self._get(key)) if key in self._raw else default
 
     def names_or_regex(self, key: str) -> tuple[str, ...] | str:
         """A list of module names, or a regular expression."""

@@ -80,6 +80,7 @@ def check_adapter(
         raise UnusableAdapter(f"The adapter has more than {limits.max_tensors} tensors.")
     sorted_tensors = _sort(header, base)
     _check_targets(config, sorted_tensors, base)
+    _check_saved(config, sorted_tensors.base_copies)
     modules = tuple(
         _plan_module(config, halves, base.modules[module], header)
         for module in base.modules
@@ -195,6 +196,16 @@ def _check_targets(config: PeftConfig, found: _Sorted, base: BaseSpec) -> None:
         raise UnusableAdapter(
             f"The file has tensors for modules that target_modules leaves out: "
             f"{_named(untargeted)}."
+        )
+
+
+def _check_saved(config: PeftConfig, copies: list[BaseCopy]) -> None:
+    """A module that was trained in full, and whose weights the file lacks: PEFT cannot load it."""
+    present = {copy.module.rpartition(".")[2] for copy in copies}
+    missing = [name for name in config.modules_to_save if name not in present]
+    if missing:
+        raise UnusableAdapter(
+            f"modules_to_save names {_named(missing)}, of which the file has no tensor."
         )
 
 

@@ -125,6 +125,7 @@ X = f"{P}model.layers.9.self_attn.q_proj"
             {"target_modules": ["lm_head"], "modules_to_save": ["lm_head"]},
             "leaves out",
         ),
+        (pair(Q0, 4), {"modules_to_save": ["lm_head"]}, "lm_head.*no tensor"),
         (pair(Q0, 8), {}, "shape"),
         (pair(Q0, 4, 9, 8), {}, "shape"),
         (pair(Q0, 4, 8, 9), {}, "shape"),
@@ -154,7 +155,7 @@ X = f"{P}model.layers.9.self_attn.q_proj"
         ),
         ({**pair(Q0, 4)}, {"use_dora": True}, "DoRA"),
     ],
-    ids=range(29),
+    ids=range(30),
 )
 def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(
     base_spec: BaseSpec, tensors: Tensors, settings: dict[str, object], reason: str
