@@ -22,7 +22,7 @@ from mural_server.lora.checkpoint import LoadOptions
 from mural_server.lora.loader import AdapterLoader, LoaderLimits
 from mural_server.lora.loader_protocol import Channel, Load, PhaseBegins, Start
 
-HOSTILE = r"(([a-z_.0-9])+.)+!"
+HOSTILE = r"(([a-z_.0-9]+)+)+!"
 """Takes exponential time on every module's name."""
 
 WAIT_S = 120
