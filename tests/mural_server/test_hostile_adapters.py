@@ -1,0 +1,873 @@
+"""Two hundred spoilt adapter folders against a real server: refused with a reason, or right.
+
+One `mural serve` for all of them. Each is asked for by name and given to the load endpoint. What
+is not refused must answer as PEFT does with the very same files. Afterwards the server answers a
+good adapter, and holds no more processes, files or names than before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from transformers import PreTrainedTokenizerBase
+
+from mural_resolvers.manifest import build_manifest
+from mural_server.models.source import load_tokenizer
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PROMPT = [10, 20, 30, 40, 50]
+TOKENS = 6
+MAX_RANK = 16
+WAIT_S = 120.0
+ADAPTER_WAIT_S = 10.0
+CASES = 200
+
+Spoil = Callable[[Path, random.Random], None]
+
+
+# -- what is done to a folder ------------------------------------------------------------------
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+def change_header(folder: Path, change: Callable[[dict[str, object]], object]) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header = change(header) or header
+    raw = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(raw).to_bytes(8, "little") + raw + data[8 + length :])
+
+
+def some(tensors: dict[str, np.ndarray] | dict[str, object], draw: random.Random) -> str:
+    return draw.choice(sorted(key for key in tensors if key != "__metadata__"))
+
+
+def truncate(name: str) -> Spoil:
+    def spoil(folder: Path, draw: random.Random) -> None:
+        size = (folder / name).stat().st_size
+        os.truncate(folder / name, draw.randrange(size))
+
+    return spoil
+
+
+def flip_bytes(folder: Path, draw: random.Random) -> None:
+    path = folder / draw.choice([CONFIG, WEIGHTS])
+    data = bytearray(path.read_bytes())
+    for _ in range(draw.randint(1, 4)):
+        data[draw.randrange(len(data))] = draw.randrange(256)
+    path.write_bytes(data)
+
+
+def insert_bytes(folder: Path, draw: random.Random) -> None:
+    path = folder / draw.choice([CONFIG, WEIGHTS])
+    data = bytearray(path.read_bytes())
+    at = draw.randrange(len(data))
+    data[at:at] = draw.randbytes(draw.randint(1, 200))
+    path.write_bytes(data)
+
+
+def wrong_shape(folder: Path, draw: random.Random) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        key = some(tensors, draw)
+        old = tensors[key]
+        tensors[key] = draw.choice([
+            old.T.copy(), old[:-1].copy(), old[:, :-1].copy(), old[None], old.reshape(-1),
+            np.zeros((0, old.shape[1]), old.dtype), np.zeros((old.shape[0], 0), old.dtype),
+            np.pad(old, ((0, 1), (0, 0))), np.zeros((), old.dtype),
+        ])  # fmt: skip
+
+    change_tensors(folder, change)
+
+
+def wrong_dtype(folder: Path, draw: random.Random) -> None:
+    kinds = [np.int8, np.uint8, np.int32, np.int64, np.bool_, np.float16, np.float64]
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        key = some(tensors, draw)
+        tensors[key] = tensors[key].astype(draw.choice(kinds))
+
+    change_tensors(folder, change)
+
+
+def not_finite(folder: Path, draw: random.Random) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        flat = tensors[some(tensors, draw)].reshape(-1)
+        flat[draw.randrange(flat.size)] = draw.choice([np.nan, np.inf, -np.inf])
+
+    change_tensors(folder, change)
+
+
+def overflowing(folder: Path, draw: random.Random) -> None:
+    """Finite numbers whose products are not."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[some(tensors, draw)].reshape(-1)[:] = draw.choice([3e38, -3e38, 1e30])
+
+    change_tensors(folder, change)
+
+
+def missing_tensor(folder: Path, draw: random.Random) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        del tensors[some(tensors, draw)]
+
+    change_tensors(folder, change)
+
+
+def extra_tensor(folder: Path, draw: random.Random) -> None:
+    names = [
+        "base_model.model.model.layers.99.self_attn.q_proj.lora_A.weight",
+        "base_model.model.model.layers.0.self_attn.x_proj.lora_B.weight",
+        "base_model.model.lm_head.weight", "base_model.model.score.weight", "x", "../../x",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias",
+        "base_model.model.model.layers.0.self_attn.q_proj.lora_A.other.weight",
+        "base_model.model.model.embed_tokens.weight", "\N{SNOWMAN}", "x" * 600,
+    ]  # fmt: skip
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        shape = draw.choice([(2, 2), (259, 64), (8, 64), (64,)])
+        tensors[draw.choice(names)] = np.ones(shape, np.float32)
+
+    change_tensors(folder, change)
+
+
+def swapped_halves(folder: Path, draw: random.Random) -> None:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        key = draw.choice([key for key in sorted(tensors) if "lora_A" in key])
+        other = key.replace("lora_A", "lora_B")
+        tensors[key], tensors[other] = tensors[other], tensors[key]
+
+    change_tensors(folder, change)
+
+
+def lying_header(folder: Path, draw: random.Random) -> None:
+    def change(header: dict[str, object]) -> object:
+        entry = header[some(header, draw)]
+        assert isinstance(entry, dict)
+        start, end = entry["data_offsets"]
+        kind = draw.randrange(10)
+        lies: list[dict[str, object]] = [
+            {"data_offsets": [start, end + 4]}, {"data_offsets": [end, start]},
+            {"data_offsets": [0, 1 << 60]}, {"data_offsets": [-4, end - start - 4]},
+            {"shape": [1 << 40, 1 << 40]}, {"shape": [-1, -1]}, {"shape": "x"},
+            {"dtype": draw.choice(["F8_E4M3", "X", "", None, "BF16"])},
+            {"extra": 1}, {"shape": [1.5, 2]},
+        ]  # fmt: skip
+        entry.update(lies[kind])
+        return header
+
+    change_header(folder, change)
+
+
+def hostile_header(folder: Path, draw: random.Random) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    raw = data[8 : 8 + length]
+    many = b'{"' + b'","'.join(b"k%d" % i for i in range(9)) + b'"}'
+    written = draw.choice([
+        (1 << 63, raw), ((1 << 64) - 1, raw), (0, b""), (7, raw), (length + 1, raw),
+        (1 << 20, raw), (None, b"[]"), (None, b"{}"), (None, b"null"), (None, many),
+        (None, b"{" * 100_000), (None, b'{"a":' * 50_000), (None, b'"' * 100_001),
+        (None, b'{"__metadata__":{"a":1}}'), (None, b'{"__metadata__":[]}'),
+        (None, raw[:-1] + b"," + raw[1:]), (None, raw.replace(b"F32", b"\xff\xfe")),
+        (None, b'{"a":{"dtype":"F32","shape":[' + b"1," * 50_000 + b'1],"data_offsets":[0,4]}}'),
+        (None, raw[:-1] + b',"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'),
+        (None, raw + b" " * (5 << 20)),
+    ])  # fmt: skip
+    stated = len(written[1]) if written[0] is None else written[0]
+    (folder / WEIGHTS).write_bytes(stated.to_bytes(8, "little") + written[1] + data[8 + length :])
+
+
+def hostile_json(folder: Path, draw: random.Random) -> None:
+    good = (folder / CONFIG).read_bytes()
+    (folder / CONFIG).write_bytes(draw.choice([
+        b"", b"null", b"[]", b"0", b'"x"', b"\x00" * 100, b"\xff\xfe{\x00}\x00", b"{" * 200_000,
+        b"[" * 200_000, b'{"r":' * 1000, good + b"x", good[:-1] + b',"r":4}', good[:-2],
+        b"\xef\xbb\xbf" + good, good.replace(b'"r": 8', b'"r": ' + b"9" * 5000),
+        good.replace(b'"r": 8', b'"r": NaN'), good.replace(b'"r": 8', b'"r": 1e400'),
+        good.replace(b'"r": 8', b'"r": -1'), good.replace(b'"r": 8', b'"r": 8.0'),
+        good.replace(b'"r": 8', b'"r": "8"'), good.replace(b'"r": 8', b'"r": true'),
+        good[:-1] + b',"x":"\\ud800"}', good[:-1] + b',"\\ud800":1}', b" " * (2 << 20) + good,
+        good[:-1] + b',"x":"' + b"y" * (1 << 20) + b'"}', b"'" + good, good.upper(),
+    ]))  # fmt: skip
+
+
+def other_config(folder: Path, draw: random.Random) -> None:
+    changes: list[dict[str, object]] = [
+        {"r": 1 << 15}, {"r": 9}, {"r": 0}, {"lora_alpha": 1e308}, {"lora_alpha": None},
+        {"lora_alpha": "x"}, {"lora_alpha": 1e9}, {"peft_type": "IA3"}, {"peft_type": None},
+        {"use_dora": True}, {"lora_bias": True}, {"bias": "all"}, {"modules_to_save": ["score"]},
+        {"layer_replication": [[0, 1]]}, {"target_modules": []}, {"target_modules": None},
+        {"target_modules": ["q_proj"]}, {"target_modules": "("}, {"target_modules": "(?<n"},
+        {"target_modules": ["("]}, {"target_modules": {"a": 1}}, {"target_modules": 5},
+        {"target_modules": ["x" * 3000]}, {"target_modules": ["q_proj"] * 10_000},
+        {"exclude_modules": ["q_proj"]}, {"exclude_modules": ".*"}, {"task_type": "SEQ_CLS"},
+        {"rank_pattern": {"q_proj": 3}}, {"rank_pattern": {"(": 3}}, {"rank_pattern": [1]},
+        {"rank_pattern": {"x": -1}}, {"alpha_pattern": {"q_proj": 1e300}}, {"use_rslora": "yes"},
+        {"fan_in_fan_out": True}, {"init_lora_weights": "pissa"}, {"layers_to_transform": [99]},
+        {"layers_to_transform": "x"}, {"layers_pattern": "layers"},
+        {"trainable_token_indices": [1]},
+        {"rank_pattern": {str(i): 1 for i in range(3000)}}, {"a_new_feature": {"on": True}},
+        {"target_modules": "a" * 2000 + "{1,65535}" * 5}, {"target_modules": "(" * 900 + ")" * 900},
+        {"target_modules": "x{99999999999}"}, {"modules_to_save": ["lm_head"]},
+    ]  # fmt: skip
+    change_config(folder, **draw.choice(changes))
+
+
+def other_base(folder: Path, draw: random.Random) -> None:
+    """Trained on a base of other widths, layers or names."""
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        kind = draw.randrange(3)
+        for key in sorted(tensors):
+            value = tensors.pop(key)
+            if kind == 0:
+                tensors[key] = np.repeat(value, 2, axis=int("lora_A" in key))
+            elif kind == 1:
+                tensors[key.replace("layers.", "layers.1")] = value
+            else:
+                tensors[key.replace("model.layers", "transformer.h")] = value
+
+    change_tensors(folder, change)
+    change_config(folder, base_model_name_or_path="someone/else-70b")
+
+
+def huge_rank(folder: Path, draw: random.Random) -> None:
+    rank = draw.choice([MAX_RANK + 1, 64, 512, 4096])
+
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        for key, value in list(tensors.items()):
+            shape = (rank, value.shape[1]) if "lora_A" in key else (value.shape[0], rank)
+            tensors[key] = np.full(shape, 1e-3, np.float32)
+
+    change_tensors(folder, change)
+    change_config(folder, r=rank, rank_pattern={})
+
+
+def odd_file(folder: Path, draw: random.Random) -> None:
+    """Something that is no regular file, or leads elsewhere, in place of a file."""
+    path = folder / draw.choice([CONFIG, WEIGHTS, WEIGHTS, "chat_template.jinja", "_manifest.json"])
+    secret = folder.parent.parent.parent.parent / "secret"
+    path.unlink(missing_ok=True)
+    match draw.randrange(11):
+        case 0:
+            os.mkfifo(path)
+        case 1:
+            path.mkdir()
+        case 2:
+            path.symlink_to(secret)
+        case 3:
+            path.symlink_to(path.name)
+        case 4:
+            path.symlink_to("/dev/zero")
+        case 5:
+            path.symlink_to("/proc/self/environ")
+        case 6:
+            path.symlink_to("../" * 30 + "etc/passwd")
+        case 7:
+            path.symlink_to(f"{secret}/below-a-file")
+        case 8:
+            path.symlink_to("x" * 4000)
+        case 9:
+            if os.geteuid() != 0:
+                os.mkfifo(path)
+            else:
+                os.mknod(path, 0o600 | 0o020000, os.makedev(1, 5))  # /dev/zero itself
+        case 10:
+            path.write_bytes(b"")
+
+
+def empty_or_gone(folder: Path, draw: random.Random) -> None:
+    path = folder / draw.choice([CONFIG, WEIGHTS])
+    path.unlink()
+    if draw.random() < 0.5:
+        path.touch()
+
+
+def no_permission(folder: Path, draw: random.Random) -> None:
+    """Root may read it all the same, and then it is a good adapter."""
+    (folder / draw.choice([CONFIG, WEIGHTS])).chmod(0)
+
+
+class Payload:
+    """What a pickle runs when it is read."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.system, (self.command,)
+
+
+def pickle_payload(folder: Path, draw: random.Random) -> None:
+    command = f"touch {folder.parent.parent.parent.parent}/executed"
+    if draw.random() < 0.5:
+        torch.save({"x": Payload(command)}, folder / "adapter_model.bin")
+    else:
+        (folder / "adapter_model.bin").write_bytes(pickle.dumps(Payload(command)))
+    if draw.random() < 0.8:
+        (folder / WEIGHTS).unlink()
+
+
+def hostile_manifest(folder: Path, draw: random.Random) -> None:
+    (folder / "_manifest.json").write_text(draw.choice([
+        "", "{}", "[]", "x" * (2 << 20), "[" * 100_000,
+        json.dumps({"files": [], "facts": {"rank": 1, "alpha": 1, "targets": []}, "digest": "0"}),
+        json.dumps({"files": [{"path": "../x", "size": 1, "sha256": "0" * 64}],
+                    "facts": {"rank": 1, "alpha": 1, "targets": []}, "digest": "0" * 64}),
+    ]))  # fmt: skip
+
+
+BOMB = r"(([a-z_.0-9]+)+)+!"
+"""Takes longer than anybody waits on any module's name."""
+
+
+def regex_bomb(folder: Path, draw: random.Random) -> None:
+    change_config(folder, **draw.choice([
+        {"target_modules": BOMB}, {"rank_pattern": {BOMB: 8}}, {"exclude_modules": BOMB},
+    ]))  # fmt: skip
+
+
+def harmless(folder: Path, draw: random.Random) -> None:
+    """Nothing that the engine reads is another: it must go on answering."""
+    match draw.randrange(6):
+        case 0:
+            (folder / "README.md").write_bytes(draw.randbytes(1000))
+        case 1:
+            (folder / "optimizer.pt").write_bytes(pickle.dumps(Payload("false")))
+        case 2:
+            change_config(folder, lora_dropout=0.5, peft_version="99", inference_mode=False)
+        case 3:
+            (folder / "\N{SNOWMAN}\u202e").mkdir()
+        case 4:
+            shutil.move(folder / WEIGHTS, folder / "real")
+            (folder / WEIGHTS).symlink_to("real")
+        case 5:
+            os.mkfifo(folder / "pytorch_model.bin")
+
+
+class Kind(NamedTuple):
+    spoil: Spoil
+    count: int
+    always_refused: bool = False
+    always_served: bool = False
+
+
+KINDS = [
+    Kind(truncate(WEIGHTS), 12, always_refused=True),
+    Kind(truncate(CONFIG), 6, always_refused=True),
+    Kind(flip_bytes, 12),
+    Kind(insert_bytes, 6),
+    Kind(wrong_shape, 10, always_refused=True),
+    Kind(wrong_dtype, 10),
+    Kind(not_finite, 8, always_refused=True),
+    Kind(overflowing, 4),
+    Kind(missing_tensor, 6, always_refused=True),
+    Kind(extra_tensor, 12, always_refused=True),
+    Kind(swapped_halves, 4, always_refused=True),
+    Kind(lying_header, 12, always_refused=True),
+    Kind(hostile_header, 18),
+    Kind(hostile_json, 18),
+    Kind(other_config, 18),
+    Kind(other_base, 4, always_refused=True),
+    Kind(huge_rank, 3, always_refused=True),
+    Kind(odd_file, 24),
+    Kind(empty_or_gone, 3, always_refused=True),
+    Kind(no_permission, 2),
+    Kind(pickle_payload, 2),
+    Kind(hostile_manifest, 3),
+    Kind(regex_bomb, 1, always_refused=True),
+    Kind(harmless, 2, always_served=True),
+]
+
+
+# -- the server --------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """What the server said: log-probabilities and text that it generated, or why not."""
+
+    status: int
+    logprobs: list[float]
+    text: str
+    error: dict[str, str | None]
+
+
+@dataclass
+class Served:
+    """A `mural serve` in a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    temp: Path
+    url: str
+    http: httpx.Client
+
+    def complete(self, model: str, **more: object) -> Answer:
+        body = {
+            "model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0,
+            "ignore_eos": True, "logprobs": 0, "skip_special_tokens": False,
+        }  # fmt: skip
+        return self._answer(self.http.post("/v1/completions", json=body | more))
+
+    def load(self, name: str, path: Path | str, **more: object) -> Answer:
+        body = {"lora_name": name, "lora_path": str(path)}
+        return self._answer(self.http.post("/v1/load_lora_adapter", json=body | more))
+
+    def unload(self, name: str) -> Answer:
+        return self._answer(self.http.post("/v1/unload_lora_adapter", json={"lora_name": name}))
+
+    def _answer(self, response: httpx.Response) -> Answer:
+        if response.status_code == 200:
+            if not response.headers["content-type"].startswith("application/json"):
+                return Answer(200, [], response.text, {})
+            [choice] = response.json()["choices"]
+            return Answer(200, choice["logprobs"]["token_logprobs"], choice["text"], {})
+        error = response.json()["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["message"]
+        if response.status_code == 503:
+            assert int(response.headers["retry-after"]) > 0
+        return Answer(response.status_code, [], "", error)
+
+    @property
+    def children(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def child(self, module: str) -> psutil.Process:
+        """The child that runs a module; waited for, since a dead one is started again."""
+        return eventually(lambda: self._child(module))
+
+    def _child(self, module: str) -> psutil.Process | None:
+        for child in self.children:
+            try:
+                if module in child.cmdline():
+                    return child
+            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+                continue
+        return None
+
+    def models(self) -> set[str]:
+        return {model["id"] for model in self.http.get("/v1/models").json()["data"]}
+
+    def loaded(self) -> set[str]:
+        """The adapters that the metrics call loaded."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return {line for line in lines if line.startswith("vllm:lora_adapter_loaded{")}
+
+
+def eventually(find: Callable[[], object]):
+    """What ``find`` gives once it gives something; the deadline is for a server that hangs."""
+    deadline = time.monotonic() + WAIT_S
+    while not (found := find()):
+        assert time.monotonic() < deadline, "it never came to that"
+        time.sleep(0.02)
+    return found
+
+
+LOADER = "mural_server.lora.loader_process"
+CORE = "mural_server.engine.process"
+URL = re.compile(r"OpenAI API on (http://\S+?),")
+
+
+@contextmanager
+def serving(model: Path, root: Path, work: Path, **environment: str) -> Iterator[Served]:
+    """A server over ``root``; whatever it was, nothing of it is left at the end."""
+    temp = work / "tmp"
+    temp.mkdir()
+    log = work / "log"
+    command = [
+        sys.executable, "-m", "mural_resolvers.cli", "serve", str(model), "--port", "0",
+        "--control-port", "0", "--adapter-dir", str(root), "--allow-runtime-lora-updating",
+        "--served-model-name", "base", "--dtype", "float32", "--cpu-threads", "1",
+        "--max-lora-rank", str(MAX_RANK), "--adapter-wait-s", str(ADAPTER_WAIT_S),
+        "--max-loras", "2", "--max-cpu-loras", "4", "--shutdown-grace-s", "60",
+    ]  # fmt: skip
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=os.environ | {"TMPDIR": str(temp), "OMP_NUM_THREADS": "1"} | environment,
+        )
+    try:
+        started = eventually(lambda: process.poll() is not None or URL.search(log.read_text()))
+        assert not isinstance(started, bool), log.read_text()
+        with httpx.Client(base_url=started[1], timeout=WAIT_S) as http:
+            yield Served(process, log, temp, started[1], http)
+        children = psutil.Process(process.pid).children(recursive=True) if running(process) else []
+        process.terminate()
+        assert process.wait(WAIT_S) in (0, 1)
+        psutil.wait_procs(children, WAIT_S)
+        assert not [child for child in children if child.is_running()]
+        assert list(temp.iterdir()) == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def running(process: subprocess.Popen[bytes]) -> bool:
+    return process.poll() is None
+
+
+@dataclass
+class Site:
+    """A served root with the oracle for what lies in it."""
+
+    served: Served
+    root: Path
+    oracle: object
+    tokenizer: PreTrainedTokenizerBase
+
+    def put(self, name: str, content: Path) -> Path:
+        tenant, _, version = name.partition(":")
+        return Path(shutil.copytree(content, self.root / tenant / "default" / version))
+
+    def check_right(self, answer: Answer, folder: Path | None) -> None:
+        wanted = self.oracle.answer(folder, PROMPT, TOKENS)
+        assert answer.status == 200, answer.error
+        assert answer.logprobs == pytest.approx(wanted.logprobs, abs=1e-3)
+        assert answer.text == self.tokenizer.decode(wanted.token_ids)
+
+    def check_good(self, name: str) -> None:
+        self.check_right(self.served.complete(name), self.oracle.folder("all", 0))
+        self.check_right(self.served.complete("base"), None)
+
+
+def make_site(served: Served, root: Path, oracle) -> Site:
+    site = Site(served, root, oracle, load_tokenizer(str(oracle.path)))
+    site.put("good:v1", oracle.folder("all", 0))
+    return site
+
+
+@pytest.fixture(scope="module")
+def site(peft_oracle, tmp_path_factory) -> Iterator[Site]:
+    work = tmp_path_factory.mktemp("hostile")
+    (work / "secret").write_text("a secret")
+    root = work / "adapters"
+    root.mkdir()
+    oracle = peft_oracle("llama")
+    with serving(oracle.path, root, work) as served:
+        yield make_site(served, root, oracle)
+
+
+@pytest.fixture
+def own_site(peft_oracle, tmp_path) -> Iterator[Site]:
+    """A server that the test may kill."""
+    root = tmp_path / "adapters"
+    root.mkdir()
+    oracle = peft_oracle("llama")
+    with serving(oracle.path, root, tmp_path) as served:
+        yield make_site(served, root, oracle)
+
+
+class Held(NamedTuple):
+    """What a server holds on to, as seen from outside."""
+
+    models: frozenset[str]
+    loaded: frozenset[str]
+    children: int
+    descriptors: int
+    temp: frozenset[str]
+
+
+def held(served: Served) -> Held:
+    family = [psutil.Process(served.process.pid), *served.children]
+    return Held(
+        frozenset(served.models()),
+        frozenset(served.loaded()),
+        len(family),
+        sum(process.num_fds() for process in family),
+        frozenset(path.name for path in served.temp.iterdir()),
+    )
+
+
+def resident_bytes(served: Served) -> int:
+    return sum(p.memory_info().rss for p in (psutil.Process(served.process.pid), *served.children))
+
+
+# -- the two hundred ---------------------------------------------------------------------------
+
+
+def test_two_hundred_spoilt_folders_are_refused_or_answered_right(site: Site) -> None:
+    try_all(site, 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(1, 6))
+def test_a_thousand_more_spoilt_folders(site: Site, seed: int) -> None:
+    try_all(site, seed)
+
+
+def try_all(site: Site, seed: int) -> None:
+    served = site.served
+    site.check_good("good:v1")
+    before, bytes_before = held(served), resident_bytes(served)
+    faults: list[str] = []
+    done = 0
+    for kind in KINDS:
+        for _ in range(kind.count):
+            done += 1
+            name = f"tenant{done % 7}:v{seed}.{done}"
+            folder = site.put(name, site.oracle.folder("all", 0))
+            kind.spoil(folder, random.Random(1000 * seed + done))
+            for model, answer in asked_both_ways(site, name, folder):
+                fault = fault_of(site, kind, folder, answer)
+                if fault:
+                    spoil = getattr(kind.spoil, "__qualname__", "")
+                    faults.append(f"{done} {spoil} as {model}: {fault}")
+    assert done == CASES
+    assert not faults, "\n".join(faults)
+    site.check_good("good:v1")
+    eventually(lambda: held(served) == before)
+    assert resident_bytes(served) < bytes_before + (64 << 20)
+    assert not (site.root.parent / "executed").exists()
+
+
+def asked_both_ways(site: Site, name: str, folder: Path) -> Iterator[tuple[str, Answer]]:
+    """By its name, and by the name that the load endpoint gives it; unloaded afterwards."""
+    served = site.served
+    yield name, served.complete(name)
+    served.unload(name)
+    answer = served.load(folder.name, folder)
+    if answer.status == 200:
+        answer = served.complete(folder.name)
+        served.unload(folder.name)
+    yield folder.name, answer
+
+
+def fault_of(site: Site, kind: Kind, folder: Path, answer: Answer) -> str:
+    """Why an answer is not one that this folder may get; empty for a right one."""
+    if answer.status != 200:
+        if not 400 <= answer.status < 500:
+            return f"{answer.status}: {answer.error['message']}"
+        if str(site.root.parent) in str(answer.error):
+            return "it tells a path of the server"
+        return "a harmless change is refused" if kind.always_served else ""
+    if kind.always_refused:
+        return "it was served"
+    try:
+        site.check_right(answer, folder)
+    except AssertionError as error:
+        return f"it answers otherwise than PEFT: {str(error)[:300]}"
+    except Exception as error:  # PEFT cannot read what was served
+        return f"PEFT refuses it: {error!r:.300}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "..", ".", "", "/", "/etc", "../../../etc", "good/../../..", "nowhere", "good/default/v1/x",
+        "good/default/v1/adapter_config.json", "x" * 300, "x/" * 3000, "a\x00b", "\ud800",
+        "\N{SNOWMAN}", "good/default/v1\n", "~root", "file:///etc", "//good/default/v1",
+    ],
+    ids=lambda path: repr(path[:20]),
+)  # fmt: skip
+def test_a_path_that_leads_nowhere_or_out_is_refused(site: Site, path: str) -> None:
+    body = json.dumps({"lora_name": "hostile", "lora_path": path})
+    response = site.served.http.post(
+        "/v1/load_lora_adapter", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code in (400, 403, 404, 422), response.text
+    assert response.json()["error"]["message"]
+    assert "hostile" not in site.served.models()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "good:v1\n", "good:..", "good:v1/../v2", "..:v1", "good/..:v1", "Good:v1",
+        "g\u043e\u043ed:v1", "good:v1\x00", "good:\N{SNOWMAN}", "good:" + "v" * 10_000,
+        "a:b:c", "-good:v1", "good:v1%2e",
+    ],
+    ids=lambda model: ascii(model[:20]),
+)  # fmt: skip
+def test_a_hostile_name_is_malformed(site: Site, model: str) -> None:
+    answer = site.served.complete(model)
+    assert (answer.status, answer.error["code"]) == (400, "malformed_name")
+
+
+def test_a_link_that_leads_nowhere_hides_no_version_beside_it(site: Site) -> None:
+    site.put("links:v1", site.oracle.folder("all", 0))
+    versions = site.root / "links" / "default"
+    (versions / "v2").symlink_to("v2")
+    (versions / "v3").symlink_to("x" * 4000)
+    (versions / "v4").symlink_to("v1/adapter_config.json/x")
+    (versions / "v5").symlink_to("nowhere")
+    (site.root / "links" / "long").symlink_to("x" * 4000)
+    site.check_good("links:v1")
+    site.check_good("links")
+    for name in ("links:v2", "links:v3", "links:v4", "links:v5", "links/long:v1"):
+        assert site.served.complete(name).status == 404, name
+
+
+@pytest.mark.parametrize("target", ["_aliases.json", "x" * 4000, "v1/adapter_config.json/x"])
+def test_an_alias_file_that_cannot_be_read_is_not_passed_over(site: Site, target: str) -> None:
+    tenant = f"aliases{len(target)}"
+    folder = site.put(f"{tenant}:v1", site.oracle.folder("all", 0))
+    (folder.parent / "_aliases.json").symlink_to(target)
+    assert site.served.complete(f"{tenant}:stable").status == 422
+
+
+def test_a_manifest_that_states_other_files_is_held_to_by_the_load_endpoint(site: Site) -> None:
+    folder = site.put("manifest:v1", site.oracle.folder("all", 0))
+    stated = build_manifest(site.oracle.folder("all", 1))
+    (folder / "_manifest.json").write_bytes(stated.to_json())
+    for answer in (site.served.complete("manifest:v1"), site.served.load("stated", folder)):
+        assert (answer.status, answer.error["code"]) == (422, "manifest_mismatch")
+
+
+LOOPS = [
+    "{% for i in range(10 ** 9) %}{% for j in range(10 ** 9) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "{{ 'x' * 10 ** 12 }}",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "{{ ().__class__.__base__.__subclasses__() }}",
+    "{% include '/etc/passwd' %}",
+    "{{",
+    "{{ '%1000000000000d' % 1 }}",
+    "{{ 9 ** (9 ** (9 ** 9)) }}",
+]
+
+
+@pytest.mark.parametrize("place", range(len(LOOPS)))
+def test_a_hostile_template_costs_its_own_chat_only(site: Site, place: int) -> None:
+    name = f"template:v{place}"
+    folder = site.put(name, site.oracle.folder("all", 0))
+    (folder / "chat_template.jinja").write_text(LOOPS[place])
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    for _ in range(2):
+        response = site.served.http.post("/v1/chat/completions", json={"model": name} | chat)
+        assert 400 <= response.status_code < 500, response.text
+        assert "template" in response.json()["error"]["message"]
+    site.check_good(name)  # its weights are as good as any
+    response = site.served.http.post("/v1/chat/completions", json={"model": "base"} | chat)
+    assert response.status_code == 200
+
+
+# -- what dies, stalls or ends -----------------------------------------------------------------
+
+
+def bomb(site: Site, name: str) -> Path:
+    """An adapter that keeps the loader at work until it is stopped."""
+    folder = site.put(name, site.oracle.folder("all", 0))
+    change_config(folder, target_modules=BOMB)
+    return folder
+
+
+@contextmanager
+def in_background(act: Callable[[], object]) -> Iterator[Future]:
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(act)
+
+
+def test_a_loader_killed_in_mid_load_costs_that_load_only(site: Site) -> None:
+    bomb(site, "killed:v1")
+    loader = site.served.child(LOADER)
+    idle_s = loader.cpu_times().user
+    with in_background(lambda: site.served.complete("killed:v1")) as answer:
+        eventually(lambda: loader.cpu_times().user > idle_s + 0.2)
+        loader.kill()
+        assert answer.result(WAIT_S).status == 503
+    site.put("killed:v2", site.oracle.folder("query_value", 0))
+    site.check_right(site.served.complete("killed:v2"), site.oracle.folder("query_value", 0))
+
+
+def test_a_load_that_stalls_is_given_up_and_the_next_one_works(site: Site) -> None:
+    """As under a disk that does not answer."""
+    site.check_good("good:v1")
+    site.put("stalled:v1", site.oracle.folder("query_value", 1))
+    loader = site.served.child(LOADER)
+    loader.suspend()
+    try:
+        with in_background(lambda: site.served.complete("stalled:v1")) as answer:
+            site.check_good("good:v1")  # what is loaded is served meanwhile
+            assert answer.result(WAIT_S).status == 503
+    finally:
+        loader.resume()
+    site.check_right(site.served.complete("stalled:v1"), site.oracle.folder("query_value", 1))
+
+
+def open_streams(served: Served, count: int, tokens: int) -> list[httpx.Response]:
+    """Streams that have begun."""
+    streams = []
+    for place in range(count):
+        body = {
+            "model": ("base", "good:v1")[place % 2], "prompt": PROMPT, "max_tokens": tokens,
+            "ignore_eos": True, "stream": True, "temperature": 0,
+        }  # fmt: skip
+        request = served.http.build_request("POST", "/v1/completions", json=body)
+        streams.append(served.http.send(request, stream=True))
+    return streams
+
+
+def events(stream: httpx.Response) -> list[dict | str]:
+    """A stream's events to its end, however it ends."""
+    found: list[dict | str] = []
+    for line in stream.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def test_a_killed_core_ends_every_stream_with_an_error_and_the_server(own_site: Site) -> None:
+    served = own_site.served
+    own_site.check_good("good:v1")
+    streams = open_streams(served, 4, tokens=480)
+    core, children = served.child(CORE), served.children
+    core.kill()
+    for stream in streams:
+        last = [event for event in events(stream) if event != "[DONE]"][-1]
+        assert last["error"]["code"] == "unavailable", last
+    with contextlib.suppress(httpx.TransportError):  # it may have ended already
+        assert served.http.get("/health").status_code == 503
+    assert served.process.wait(WAIT_S) == 1
+    psutil.wait_procs(children, WAIT_S)
+    assert not [child for child in children if child.is_running()]
+
+
+def test_a_terminated_server_finishes_what_is_open(own_site: Site) -> None:
+    served = own_site.served
+    own_site.check_good("good:v1")
+    streams = open_streams(served, 4, tokens=200)
+    served.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        *_, final, done = events(stream)
+        assert done == "[DONE]"
+        assert final["choices"][0]["finish_reason"] == "length"
+    assert served.process.wait(WAIT_S) == 0
