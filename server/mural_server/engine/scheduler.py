@@ -12,6 +12,7 @@ the oldest always finishes and preemption cannot go round in circles.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
@@ -236,7 +237,11 @@ class Scheduler:
         return budget if self.enable_chunked_prefill else self.max_num_batched_tokens
 
     def _start_queued(self, plan: StepPlan, budget: int) -> None:
-        """Let queued requests run while rows, tokens and blocks last, fairest first."""
+        """Let queued requests run while rows, tokens and blocks last, fairest first.
+
+        One that finds no room keeps those that came later from taking what is freed for it.
+        """
+        without_room = math.inf
         heads = [
             (self._group_order(g), g)
             for g in self._groups.values()
@@ -246,8 +251,11 @@ class Scheduler:
         while heads and budget > 0 and len(self.running) < self.max_num_seqs:
             _, group = heapq.heappop(heads)
             request = group.queued[0]
+            if request.arrival > without_room:
+                continue
             count = self._begin(request, budget, plan)
             if not count:
+                without_room = request.arrival
                 continue
             budget -= count
             self._put(plan, request, count)

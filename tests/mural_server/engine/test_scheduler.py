@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -227,6 +229,47 @@ def test_a_tenant_that_was_away_has_saved_up_nothing() -> None:
     loop.run(lambda: len(loop.finished) >= served_before + 8)
     names = [n.split("-")[0] for n in list(loop.finished)[served_before:]]
     assert names.count("busy") >= 2
+
+
+@pytest.mark.parametrize("tenant", ["small", "big"])
+def test_a_long_prompt_is_not_starved_of_memory_by_later_short_ones(tenant: str) -> None:
+    loop = Loop(scheduler_of(blocks=33, rows=6, tokens=128, chunked=False, caching=False))
+    names = itertools.count()
+
+    def fill() -> None:
+        while loop.scheduler.num_unfinished < 8:
+            i = next(names)
+            loop.add(f"s{i}", 24, output=12, tenant="small", adapter=1 + i % 2)
+
+    for _ in range(10):
+        fill()
+        loop.step()
+    loop.add("long", 100, output=4, tenant=tenant)
+    for _ in range(60):
+        fill()
+        loop.step()
+    assert "long" in loop.finished
+
+
+def test_with_memory_full_a_step_tries_one_queued_request_not_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = Loop(scheduler_of(blocks=40, rows=16, tokens=64))
+    loop.add("first", 140, output=8)
+    for _ in range(3):
+        loop.step()
+    for i in range(200):
+        loop.add(f"q{i}", 100, tenant=f"t{i}")
+    tries: list[str] = []
+    begin = Scheduler._begin
+
+    def counted(scheduler: Scheduler, request: Request, budget: int, plan: StepPlan) -> int:
+        tries.append(request.request_id)
+        return begin(scheduler, request, budget, plan)
+
+    monkeypatch.setattr(Scheduler, "_begin", counted)
+    loop.step()
+    assert tries == ["q0"]
 
 
 def test_aborting_frees_the_blocks_at_once() -> None:
