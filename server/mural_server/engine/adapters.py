@@ -40,6 +40,14 @@ class AdapterFailure(NamedTuple):
     error: MuralError
 
 
+class SlotFailures(NamedTuple):
+    """Adapters that were given a slot and could not take it."""
+
+    unusable: list[AdapterFailure]
+    crowded: list[int]
+    """Loaded still: host memory has no room for them beside the adapters that are in use."""
+
+
 class Adapters:
     """Keyed by ``lora_int_id``. The step loop's alone; only ``on_news`` is called elsewhere."""
 
@@ -53,6 +61,8 @@ class Adapters:
         """Read and checked; host memory had no place for them yet."""
         self._preloads: dict[int, None] = {}
         self._retired: set[int] = set()
+        self._next_up: frozenset[int] = frozenset()
+        """Those whose turn for a slot comes next."""
         self.on_news: Callable[[], None] = lambda: None
 
     def close(self) -> None:
@@ -69,11 +79,11 @@ class Adapters:
             raise AdapterNotFound(f"The adapter {lora.lora_name} is being unloaded.")
         self._known[lora.lora_int_id] = lora
         self._tenants.setdefault(lora.lora_int_id, tenant)
-        if keep and lora.lora_int_id not in self.registered:
+        if keep and not self.is_registered(lora.lora_int_id):
             self._preloads[lora.lora_int_id] = None
 
     def knows(self, lora_int_id: int) -> bool:
-        return lora_int_id in self.registered and lora_int_id not in self._retired
+        return self.is_registered(lora_int_id) and lora_int_id not in self._retired
 
     def retire(self, lora_int_id: int) -> None:
         """No new request may use it from now on."""
@@ -83,6 +93,9 @@ class Adapters:
     @property
     def registered(self) -> Set[int]:
         return self._manager.list_adapters().keys()
+
+    def is_registered(self, lora_int_id: int) -> bool:
+        return self._manager.get_adapter(lora_int_id) is not None
 
     @property
     def ready(self) -> Set[int]:
@@ -95,14 +108,18 @@ class Adapters:
         """Load the first of those that wait for a slot, then what was asked to be resident.
 
         ``busy`` adapters have unfinished requests. Those ``in_use`` keep their place in host
-        memory; so do the next in the queue, lest they be evicted just before their turn.
+        memory; so do the next in the queue, lest they be evicted just before their turn. What
+        stands further back is not loaded yet: it would only push out what comes before it.
         """
         waiting = list(queue)
         self._drop_unwanted({*waiting, *busy, *self._preloads})
         ready = self.ready
-        next_up = [a for a in waiting if a in ready][: self._room_beside_slots()]
-        self._manager.set_in_use({*in_use, *next_up})
-        for lora_int_id in chain(waiting, self._preloads):
+        spare = self._manager.config.max_cpu_loras - self._manager.config.max_loras
+        # Places are left for what was asked to be resident, where there are enough.
+        ahead = waiting[: max(spare - MAX_AHEAD, MAX_AHEAD)]
+        self._next_up = frozenset(ahead[:spare]) & ready
+        self._manager.set_in_use({*in_use, *self._next_up})
+        for lora_int_id in chain(ahead, self._preloads):
             if len(self._loading) + len(self._loaded) >= MAX_AHEAD:
                 break
             if lora_int_id not in ready and lora_int_id not in self._loading:
@@ -117,10 +134,6 @@ class Adapters:
             # One that has begun is taken up: the work is done, and it may be asked for again.
             if self._loading[lora_int_id].cancel():
                 del self._loading[lora_int_id]
-
-    def _room_beside_slots(self) -> int:
-        config = self._manager.config
-        return max(0, config.max_cpu_loras - config.max_loras - MAX_AHEAD)
 
     def _load(self, lora_int_id: int) -> None:
         future = self._loader.submit(self._known[lora_int_id])
@@ -169,31 +182,46 @@ class Adapters:
         self._preloads.pop(lora_int_id, None)
 
     def _give_up(self, lora_int_id: int, error: MuralError) -> AdapterFailure:
+        self.give_up(lora_int_id)
+        return AdapterFailure(lora_int_id, error)
+
+    def give_up(self, lora_int_id: int) -> None:
+        """Drop what was read of one that cannot be used."""
         self._loaded.pop(lora_int_id, None)
         self._preloads.pop(lora_int_id, None)
-        return AdapterFailure(lora_int_id, error)
 
     # -- slots ---------------------------------------------------------------------------------
 
-    def change_slots(
-        self, changes: Iterable[SlotChange], in_use: Collection[int]
-    ) -> list[AdapterFailure]:
-        """Copy adapters into slots; returns those for which host memory had no place after all."""
+    def change_slots(self, changes: Iterable[SlotChange], in_use: Collection[int]) -> SlotFailures:
+        """Copy adapters into slots; returns those that did not get there."""
         changes = list(changes)
         for _, victim in changes:
             if victim is not None:
                 self._manager.deactivate_adapter(victim)
         # One that gets its place in host memory now must not take another newcomer's.
-        self._manager.set_in_use({*in_use, *(adapter for adapter, _ in changes)})
-        failures = []
+        needed = {*in_use, *(adapter for adapter, _ in changes)}
+        self._manager.set_in_use(needed | self._next_up)
+        failures = SlotFailures([], [])
         for lora_int_id, _ in changes:
             try:
-                if lora_int_id in self._loaded:
-                    self._register(lora_int_id)
+                if lora_int_id in self._loaded and not self._find_place(lora_int_id, needed):
+                    failures.crowded.append(lora_int_id)
+                    continue
                 self._manager.activate_adapter(lora_int_id, keep=frozenset(in_use))
             except MuralError as error:
-                failures.append(self._give_up(lora_int_id, error))
+                failures.unusable.append(self._give_up(lora_int_id, error))
         return failures
+
+    def _find_place(self, lora_int_id: int, needed: Set[int]) -> bool:
+        """Register one that has a slot; False if those ``needed`` now leave it no room."""
+        for keep in (needed | self._next_up, needed):
+            self._manager.set_in_use(keep)
+            try:
+                self._register(lora_int_id)
+            except Unavailable:
+                continue
+            return True
+        return False
 
     @property
     def in_slots(self) -> Set[int]:

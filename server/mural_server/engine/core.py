@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from mural_resolvers.errors import (
@@ -293,8 +293,13 @@ class EngineCore:
         decoding = any(r.remaining == 1 for r in self._scheduler.running)
         limit = MAX_SLOT_CHANGES_WHILE_DECODING if decoding else self.info.max_loras
         changes = self._scheduler.change_slots(adapters.ready, limit)
-        for failure in adapters.change_slots(changes, in_use=self._in_use()):
+        failures = adapters.change_slots(changes, in_use=self._in_use())
+        for failure in failures.unusable:
             self._fail(failure)
+        for lora_int_id in reversed(failures.crowded):
+            if not slots.postpone(lora_int_id):
+                adapters.give_up(lora_int_id)
+                self._fail(AdapterFailure(lora_int_id, _no_room_beside_pinned()))
         # What host memory gave up for a newcomer has lost its slot with it.
         for lora_int_id in slots.holders - adapters.in_slots:
             slots.lose(lora_int_id)
@@ -337,7 +342,7 @@ class EngineCore:
         for residency in self._residencies.copy():
             lora_int_id = residency.lora_int_id
             if lora_int_id in holders or (
-                not residency.in_slot and lora_int_id in adapters.registered
+                not residency.in_slot and adapters.is_registered(lora_int_id)
             ):
                 self._residencies.remove(residency)
                 if lora_int_id in self._scheduler.slots.pinned:
@@ -450,19 +455,21 @@ class EngineCore:
             slots=self._scheduler.slots.num_slots,
             running_adapters=_names(running),
             waiting_adapters=_names(queued),
-            adapters=[self._info_of(i, requests) for i in self._known_adapters()],
+            adapters=self._infos(requests) if self._adapters else [],
         )
 
-    def _known_adapters(self) -> list[int]:
-        return sorted(self._adapters.registered) if self._adapters else []
-
-    def _info_of(self, lora_int_id: int, requests: Iterable[Request] | None = None) -> AdapterInfo:
+    def _infos(self, requests: Iterable[Request]) -> list[AdapterInfo]:
         assert self._adapters is not None
-        own = [
-            r
-            for r in (self._scheduler.requests if requests is None else requests)
-            if r.lora_int_id == lora_int_id
-        ]
+        # One pass over the requests, whatever the number of adapters: a step waits for this.
+        by_adapter: dict[int, list[Request]] = {}
+        for request in requests:
+            by_adapter.setdefault(request.lora_int_id, []).append(request)
+        return [self._info_of(i, by_adapter.get(i, ())) for i in sorted(self._adapters.registered)]
+
+    def _info_of(self, lora_int_id: int, own: Collection[Request] | None = None) -> AdapterInfo:
+        assert self._adapters is not None
+        if own is None:
+            own = self._scheduler.requests_of(lora_int_id)
         running = sum(r.state is State.RUNNING for r in own)
         return self._adapters.info(
             lora_int_id,
@@ -480,6 +487,13 @@ class EngineCore:
         except AssertionError as error:
             return str(error) or "an assertion failed"
         return ""
+
+
+def _no_room_beside_pinned() -> Unavailable:
+    return Unavailable(
+        "The host memory for adapters is full, and what is left of it is pinned: unpin an adapter, "
+        "or raise max_cpu_lora_bytes."
+    )
 
 
 def _whose_fault(request: Request, error: MuralError) -> MuralError:

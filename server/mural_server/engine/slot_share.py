@@ -34,6 +34,8 @@ class SlotShare:
         self._queue: OrderedDict[int, None] = OrderedDict()
         self._pinned: set[int] = set()
         self._wanted: set[int] = set()
+        self._crowded: set[int] = set()
+        """Those in the queue for which a free slot was not enough."""
 
     @property
     def holders(self) -> Set[int]:
@@ -62,11 +64,25 @@ class SlotShare:
         """Its weights left the slot: if it still has work it queues anew."""
         del self._turns[adapter]
 
+    def postpone(self, adapter: int) -> bool:
+        """Host memory had no room for a new holder: back to the head, until more turns are over.
+
+        Nobody behind it gets a slot before it. False when no turn is left that could end.
+        """
+        del self._turns[adapter]
+        if self._turns.keys() <= self._pinned:
+            return False
+        self._queue[adapter] = None
+        self._queue.move_to_end(adapter, last=False)
+        self._crowded.add(adapter)
+        return True
+
     def forget(self, adapter: int) -> bool:
         """The adapter is gone; returns whether it held a slot."""
         self._queue.pop(adapter, None)
         self._pinned.discard(adapter)
         self._wanted.discard(adapter)
+        self._crowded.discard(adapter)
         return self._turns.pop(adapter, None) is not None
 
     def update_demand(self, busy: Set[int]) -> None:
@@ -75,6 +91,7 @@ class SlotShare:
         demand = busy | self._pinned | self._wanted
         for adapter in [a for a in self._queue if a not in demand]:
             del self._queue[adapter]
+        self._crowded &= self._queue.keys()
         for adapter in sorted(demand - self._turns.keys() - self._queue.keys()):
             self._queue[adapter] = None
 
@@ -89,7 +106,8 @@ class SlotShare:
             if len(changes) >= max_changes:
                 break
             victim: int | None = None
-            if len(self._turns) >= self.num_slots:
+            crowded = adapter in self._crowded and not self._turns.keys() <= self._pinned
+            if crowded or len(self._turns) >= self.num_slots:
                 victim = self._victim(busy, {change.adapter for change in changes})
                 if victim is None:
                     break
@@ -98,7 +116,10 @@ class SlotShare:
                     self._queue[victim] = None
             del self._queue[adapter]
             self._turns[adapter] = 0
+            self._crowded.discard(adapter)
             changes.append(SlotChange(adapter, victim))
+            if crowded:
+                break
         return changes
 
     def _victim(self, busy: Set[int], fresh: Set[int]) -> int | None:

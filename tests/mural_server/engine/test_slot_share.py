@@ -124,3 +124,23 @@ def test_holders_are_exactly_what_the_changes_say(
         assert holders == set(share.holders)
         share.check_integrity()
         share.count_step(busy)
+
+
+def test_a_newcomer_for_which_there_was_no_room_comes_first_when_a_turn_ends() -> None:
+    share = SlotShare(4, 3)
+    step(share, {1, 2}, max_changes=2)
+    assert step(share, {1, 2, 3}) == [SlotChange(3, None)]
+    assert share.postpone(3)
+    share.check_integrity()
+    # Slots are free, yet 4 must not take the room that 3 waits for.
+    changes = [change for _ in range(3) for change in step(share, {1, 2, 3, 4})]
+    [change, *_] = changes
+    assert (change.adapter, change.victim in (1, 2)) == (3, True)
+
+
+def test_a_newcomer_is_not_postponed_where_only_pins_hold_the_room() -> None:
+    share = SlotShare(3, 1)
+    share.pin(1)
+    step(share, {1})
+    assert step(share, {1, 2}) == [SlotChange(2, None)]
+    assert not share.postpone(2)
