@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable
 
-from mural_resolvers.errors import InvalidInput, error_from_status
+from mural_resolvers.errors import InvalidInput, Unavailable, error_from_status
 from mural_resolvers.request import LoRARequest
 from mural_server.engine.client import EngineClient, EngineDead, EngineInfo
 from mural_server.engine.messages import (
@@ -112,6 +112,8 @@ class ConnectedClient(EngineClient):
         try:
             self._send(make(call_id))
             body: ReplyBody = await asyncio.wait_for(future, timeout_s)
+        except TimeoutError:
+            raise Unavailable("The engine core does not answer.", retry_after_s=5.0) from None
         finally:
             self._calls.pop(call_id, None)
         if isinstance(body, CallError):

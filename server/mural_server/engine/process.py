@@ -47,29 +47,55 @@ async def start_engine(settings: EngineSettings) -> ProcessEngine:
     Raises `SettingsError` with the core's own sentence when it cannot start.
     """
     settings.validate()
-    folder = Path(tempfile.mkdtemp(prefix="mural-engine-"))
-    context = zmq.asyncio.Context()
-    commands = context.socket(zmq.PUSH)
-    outputs = context.socket(zmq.PULL)
-    commands.setsockopt(zmq.LINGER, 0)
-    commands.set_hwm(0)
-    commands.bind(f"ipc://{folder}/commands")
-    outputs.bind(f"ipc://{folder}/outputs")
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "mural_server.engine.process",
-        str(folder),
-        stdin=asyncio.subprocess.PIPE,
-    )
-    link = Link(folder, context, commands, outputs, child)
+    link = await _open_link()
     try:
-        await commands.send(msgspec.msgpack.encode(settings))
+        await link.commands.send(msgspec.msgpack.encode(settings))
         info = await asyncio.wait_for(_await_start(link), START_TIMEOUT_S)
+    except TimeoutError:
+        await link.close()
+        raise SettingsError(
+            f"The engine core was not ready within {START_TIMEOUT_S:.0f} s."
+        ) from None
     except BaseException:
         await link.close()
         raise
     return ProcessEngine(info, link)
+
+
+async def _open_link() -> Link:
+    """Make the pipes and start the child; nothing is left behind where that fails."""
+    with contextlib.ExitStack() as undo:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="mural-engine-"))
+            undo.callback(shutil.rmtree, folder, ignore_errors=True)
+            context = zmq.asyncio.Context()
+            undo.callback(context.destroy, linger=0)
+            commands = context.socket(zmq.PUSH)
+            outputs = context.socket(zmq.PULL)
+            commands.setsockopt(zmq.LINGER, 0)
+            commands.set_hwm(0)
+            commands.bind(f"ipc://{folder}/commands")
+            outputs.bind(f"ipc://{folder}/outputs")
+        except (OSError, zmq.ZMQError) as error:
+            # A socket's path has room for about a hundred characters, whatever the disk allows.
+            raise SettingsError(
+                f"The engine's pipes cannot be made ({error.strerror or error}): set TMPDIR to a "
+                "folder that can be written to and has a short path."
+            ) from None
+        try:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "mural_server.engine.process",
+                str(folder),
+                stdin=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            raise SettingsError(
+                f"The engine core cannot be started ({error.strerror or error})."
+            ) from None
+        undo.pop_all()
+        return Link(folder, context, commands, outputs, child)
 
 
 async def _await_start(link: Link) -> EngineInfo:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from mural_resolvers.errors import AdapterNotFound, InvalidInput
+from mural_resolvers.errors import AdapterNotFound, InvalidInput, Unavailable
 from mural_resolvers.request import LoRARequest
 from mural_server.engine.client import EngineDead
 from mural_server.engine.messages import EngineRequest, RequestDelta
@@ -172,3 +172,29 @@ async def test_what_cannot_work_is_refused_at_the_start_with_a_sentence(
     model = options.pop("model")
     with pytest.raises(SettingsError, match=sentence):
         await start_engine(settings_of(Path(str(model)), **options))
+
+
+async def test_pipes_that_cannot_be_made_are_refused_with_what_to_change(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    for place in (folder, tmp_path / "absent"):
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        with pytest.raises(SettingsError, match="set TMPDIR"):
+            await start_engine(settings_of(tiny_model("llama")))
+    assert list(folder.iterdir()) == []
+
+
+async def test_a_core_that_stands_still_is_told_as_unavailable_and_can_be_closed(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mural_server.engine.connection.CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("mural_server.engine.process.STOP_TIMEOUT_S", 0.2)
+    engine = await start_engine(settings_of(tiny_model("llama")))
+    os.kill(engine.pid, signal.SIGSTOP)
+    with pytest.raises(Unavailable, match="does not answer"):
+        await engine.add_lora(LoRARequest("x", 1, "/nowhere"))
+    await asyncio.wait_for(engine.close(), BOUND_S)
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.pid, 0)
