@@ -201,8 +201,8 @@ class ControlClient:
                 await writer.drain()
                 head = await _head(reader)
             yield head, reader
-        except (OSError, EOFError, ValueError) as error:
-            # TimeoutError is an OSError; ValueError: a line over the limit, a header that is none.
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+            # TimeoutError is an OSError; ValueError: a body over the limit, a header that is none.
             raise ControlError(f"{self._host}:{self._port}: {error or 'no answer'}") from None
         finally:
             if writer is not None:

@@ -54,6 +54,18 @@ async def test_every_bad_answer_is_a_control_error(data):
             await client.drain()
 
 
+async def test_a_line_without_an_end_is_a_control_error(monkeypatch):
+    monkeypatch.setattr("mural_server.protocol.client.MAX_LINE_BYTES", 1000)
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\na: " + b"x" * 5000)
+        await writer.drain()
+
+    async with answering(answer) as client:
+        with pytest.raises(ControlError):
+            await client.drain()
+
+
 async def test_nobody_there_is_a_control_error():
     with pytest.raises(ControlError) as caught:
         await ControlClient("127.0.0.1", 1).healthy()
