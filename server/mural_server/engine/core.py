@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -180,8 +181,10 @@ class EngineCore:
         if not 0 <= min(message.prompt_token_ids) <= max(message.prompt_token_ids) < vocab_size:
             raise InvalidInput(f"Prompt token ids must be in [0, {vocab_size}).")
         check_token_ids(message.sampling, vocab_size)
-        if message.weight <= 0:
-            raise InvalidInput(f"A tenant's weight must be above 0, not {message.weight}.")
+        if not 0 < message.weight < math.inf:
+            raise InvalidInput(
+                f"A tenant's weight must be above 0 and finite, not {message.weight}."
+            )
         if self._scheduler.get(message.request_id):
             raise InvalidInput(f"Request id {message.request_id} is in use.")
         if message.lora is not None:

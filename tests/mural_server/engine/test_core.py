@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -226,3 +227,11 @@ def test_the_state_counts_each_adapters_requests(start: Callable[..., Driven]) -
     assert counts == {1: 3, 2: 1}
     of_adapters = sum(info.running for info in stats.adapters)
     assert stats.running - of_adapters in (0, 1)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
+def test_a_weight_that_is_no_share_is_refused(start: Callable[..., Driven], weight: float) -> None:
+    driven = start()
+    driven.ask("r", weight=weight)
+    driven.step()
+    assert driven.ended["r"].error_status == 400
