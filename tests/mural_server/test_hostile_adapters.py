@@ -652,6 +652,11 @@ def try_all(site: Site, seed: int) -> None:
     assert done == CASES
     assert not faults, "\n".join(faults)
     site.check_good("good:v1")
+    # A loader that was ended by its last load is started again by the next one.
+    name, content = f"good:after{seed}", site.oracle.folder("query_value", 2)
+    site.put(name, content)
+    site.check_right(served.complete(name), content)
+    assert served.unload(name).status == 200
     eventually(lambda: held(served) == before)
     assert resident_bytes(served) < bytes_before + (64 << 20)
     assert not (site.root.parent / "executed").exists()
