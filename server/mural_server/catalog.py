@@ -446,7 +446,7 @@ class AdapterCatalog:
                 manifest=manifest,
                 shared=shared,
             )
-            info = await self._add(OPERATOR, entry, "host", pinned)
+            info = await self._add_to_stay(entry, pinned)
             old = self._admin.get(name)
             self._admin[name] = entry
             self.version += 1
@@ -454,6 +454,21 @@ class AdapterCatalog:
                 # The old content drains under its own id while new requests get the new one.
                 self._start_removal(old.lora.lora_int_id)
             return info
+
+    async def _add_to_stay(self, entry: _Entry, pinned: bool) -> AdapterInfo:
+        """Load what has no name yet; what comes too late for one is freed again."""
+        lora_int_id = entry.lora.lora_int_id
+        try:
+            info = await self._add(OPERATOR, entry, "host", pinned)
+            while lora_int_id in self._removals:
+                # Its last other name was unloaded meanwhile, and the weights go with that.
+                info = await self._add(OPERATOR, entry, "host", pinned)
+        except Unavailable:
+            if self._names_of(lora_int_id) == 0:
+                # The core may be loading it still, and a pin would keep it under no name.
+                self._start_removal(lora_int_id)
+            raise
+        return info
 
     def _read_folder(self, name: str, folder: Path, within: Path) -> Manifest:
         try:

@@ -217,6 +217,40 @@ async def test_a_failed_load_registers_nothing(catalog, engine, adapter_dir):
         await catalog.unload("sql")
 
 
+async def test_a_pinned_load_that_is_given_up_is_freed_again(engine, adapter_dir):
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=0.05, roots=[adapter_dir]
+    )
+    engine.load_gate = asyncio.Event()
+    with pytest.raises(Unavailable):
+        await catalog.load("late", str(adapter_dir / "acme/default/v1"), pinned=True)
+    # The core cannot be told to stop a load, only to remove what comes of it.
+    await asyncio.wait_for(engine.removed.wait(), 20)
+    await catalog.close()
+    await registry.close()
+    catalog.check_integrity()
+
+
+async def test_an_unload_of_the_same_content_meanwhile_leaves_a_new_name_loaded(
+    catalog, engine, adapter_dir
+):
+    folder = str(adapter_dir / "acme/default/v1")
+    await catalog.load("old", folder)
+    engine.loading.clear()
+    engine.load_gate = asyncio.Event()
+    loading = asyncio.create_task(catalog.load("new", folder))
+    await asyncio.wait_for(engine.loading.wait(), 20)
+    unloading = asyncio.create_task(catalog.unload("old"))
+    await asyncio.sleep(0)
+    engine.load_gate.set()
+    info = await asyncio.wait_for(loading, 20)
+    await asyncio.wait_for(unloading, 20)
+    assert [view.name for view in catalog.view()] == ["new"]
+    assert info.lora_int_id in engine.resident
+
+
 async def test_make_resident_is_idempotent_and_knows_another_content(catalog, engine):
     view = await catalog.make_resident("acme:v1", digest=None, level="slot", pinned=True)
     again = await catalog.make_resident("acme:v1", digest=view.digest, level="slot", pinned=True)
