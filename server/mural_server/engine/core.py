@@ -266,7 +266,12 @@ class EngineCore:
         self._fail_residencies(
             command.lora_int_id, AdapterNotFound("The adapter was removed meanwhile.")
         )
-        deadline = self._clock() + command.drain_timeout_s
+        same = [r for r in self._removals if r.lora_int_id == command.lora_int_id]
+        deadline = min((r.deadline for r in same), default=math.inf)
+        deadline = min(deadline, self._clock() + command.drain_timeout_s)
+        for removal in same:
+            # One that went on waiting would abort those who ask for the adapter after it is freed.
+            removal.deadline = deadline
         self._removals.append(Removal(command.call_id, command.lora_int_id, deadline))
 
     # -- steps ---------------------------------------------------------------------------------

@@ -14,7 +14,15 @@ from mural_resolvers.request import LoRARequest
 from mural_server.engine import build
 from mural_server.engine.core import EngineCore
 from mural_server.engine.messages import EngineRequest, RequestDelta
-from mural_server.engine.wire import AdapterReply, AddLora, AddRequest, CallError, Command, Reply
+from mural_server.engine.wire import (
+    AdapterReply,
+    AddLora,
+    AddRequest,
+    CallError,
+    Command,
+    RemoveLora,
+    Reply,
+)
 from mural_server.lora.manager import LoRAModelManager
 from mural_server.lora.model import LoRAModel
 from mural_server.sampling_params import SamplingParams
@@ -235,3 +243,19 @@ def test_a_weight_that_is_no_share_is_refused(start: Callable[..., Driven], weig
     driven.ask("r", weight=weight)
     driven.step()
     assert driven.ended["r"].error_status == 400
+
+
+def test_unloads_of_one_adapter_end_with_the_shortest(
+    start: Callable[..., Driven],
+) -> None:
+    driven = start()
+    driven.ask("r", 1, tokens=100)
+    driven.step(3)
+    driven.handle(RemoveLora(1, 1, 1e9))
+    driven.handle(RemoveLora(2, 1, 0.0))
+    driven.step()
+    assert sorted(reply.call_id for reply in driven.replies) == [1, 2]
+    assert driven.ended["r"].finish_reason == "abort"
+    driven.ask("again", 1)
+    driven.run()
+    assert driven.ended["again"].finish_reason == "length"
