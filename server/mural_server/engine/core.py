@@ -48,6 +48,7 @@ from mural_server.engine.wire import (
 )
 
 STATS_INTERVAL_S = 0.25
+HEARTBEAT_S = 5.0
 MAX_SLOT_CHANGES_WHILE_DECODING = 1
 """A copy into a slot takes a few milliseconds of the step, so running decodes see one at most."""
 
@@ -428,10 +429,16 @@ class EngineCore:
     # -- what it tells -------------------------------------------------------------------------
 
     def take_outputs(self) -> Outputs | None:
-        """The news since the last call, with a snapshot of the state now and then."""
+        """The news since the last call, with a snapshot of the state now and then.
+
+        A snapshot comes at least every `HEARTBEAT_S` (if this is called as often), so that
+        silence means that the core stands still.
+        """
         now = self._clock()
-        if self._stats_changed and (
-            now - self._stats_at >= STATS_INTERVAL_S or not self._scheduler.num_unfinished
+        silent_s = now - self._stats_at
+        if silent_s >= HEARTBEAT_S or (
+            self._stats_changed
+            and (silent_s >= STATS_INTERVAL_S or not self._scheduler.num_unfinished)
         ):
             self._outputs.stats = self.stats()
             self._stats_at = now

@@ -36,13 +36,18 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 30.0
+STALL_TIMEOUT_S = 120.0
+"""A core that says nothing for so long stands still. A step is far shorter, a beat comes between
+steps and when there are none."""
 IDLE_POLL_MS = 1000
 STALLED_POLL_MS = 20
 """How long to wait for news when there are requests but none can run."""
 
 
-async def start_engine(settings: EngineSettings) -> ProcessEngine:
-    """Start a core and wait until it is ready.
+async def start_engine(
+    settings: EngineSettings, *, stall_timeout_s: float = STALL_TIMEOUT_S
+) -> ProcessEngine:
+    """Start a core and wait until it is ready; one that later stands still is ended.
 
     Raises `SettingsError` with the core's own sentence when it cannot start.
     """
@@ -59,7 +64,7 @@ async def start_engine(settings: EngineSettings) -> ProcessEngine:
     except BaseException:
         await link.close()
         raise
-    return ProcessEngine(info, link)
+    return ProcessEngine(info, link, stall_timeout_s)
 
 
 async def _open_link() -> Link:
@@ -154,9 +159,10 @@ class Link:
 class ProcessEngine(ConnectedClient):
     """The client of a core in a child process, which it owns."""
 
-    def __init__(self, info: EngineInfo, link: Link) -> None:
+    def __init__(self, info: EngineInfo, link: Link, stall_timeout_s: float) -> None:
         super().__init__(info)
         self._link = link
+        self._stall_timeout_s = stall_timeout_s
         self._encoder = msgspec.msgpack.Encoder()
         self._closing = False
         self._reader = asyncio.create_task(self._read(), name="engine-outputs")
@@ -180,9 +186,17 @@ class ProcessEngine(ConnectedClient):
         decoder = msgspec.msgpack.Decoder(Outputs)
         try:
             while True:
-                self._dispatch(decoder.decode(await self._link.outputs.recv()))
+                async with asyncio.timeout(self._stall_timeout_s):
+                    message = await self._link.outputs.recv()
+                self._dispatch(decoder.decode(message))
         except asyncio.CancelledError:
             raise
+        except TimeoutError:
+            reason = f"the engine core has stood still for {self._stall_timeout_s:.0f} s"
+            logger.error("%s: it is ended", reason)
+            self._die(reason)
+            with contextlib.suppress(ProcessLookupError):
+                self._link.child.kill()
         except Exception as error:
             logger.exception("the engine core's outputs cannot be read")
             self._die(f"the engine core's outputs cannot be read: {error}")

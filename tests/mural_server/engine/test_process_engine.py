@@ -14,6 +14,7 @@ import pytest_asyncio
 from mural_resolvers.errors import AdapterNotFound, InvalidInput, Unavailable
 from mural_resolvers.request import LoRARequest
 from mural_server.engine.client import EngineDead
+from mural_server.engine.core import HEARTBEAT_S
 from mural_server.engine.messages import EngineRequest, RequestDelta
 from mural_server.engine.process import ProcessEngine, start_engine
 from mural_server.sampling_params import SamplingParams
@@ -141,6 +142,27 @@ async def test_a_killed_core_ends_every_stream_and_call_in_bounded_time(
             pass
     with pytest.raises(EngineDead):
         await engine.add_lora(LoRARequest("x", 1, "/nowhere"))
+
+
+async def test_a_core_that_stands_still_is_ended_and_its_streams_with_it(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    engine = await start_engine(
+        settings_of(tiny_model("llama"), enable_lora=False), stall_timeout_s=HEARTBEAT_S + 10.0
+    )
+    try:
+        stream = engine.generate(request_of("first", 200))
+        await anext(stream)
+        os.kill(engine.pid, signal.SIGSTOP)
+        async with asyncio.timeout(BOUND_S):
+            assert "stood still" in await engine.wait_dead()
+            with pytest.raises(EngineDead, match="stood still"):
+                async for _ in stream:
+                    pass
+    finally:
+        await engine.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.pid, 0)
 
 
 async def test_closing_leaves_no_process_and_no_folder(tiny_model: Callable[[str], Path]) -> None:
