@@ -16,8 +16,9 @@ from typing import cast, get_args
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from mural_resolvers import errors
 from mural_resolvers.errors import MuralError
-from mural_server import settings
+from mural_server import catalog, settings
 from mural_server.api import errors as api_errors
 from mural_server.api.admission import Admission
 from mural_server.api.metrics import Metrics
@@ -27,6 +28,7 @@ from mural_server.commands import serve
 from mural_server.engine.client import EngineClient
 from mural_server.engine.messages import AdapterInfo, EngineStats
 
+ERROR_MODULES = {errors.__name__, api_errors.__name__, catalog.__name__}
 REFERENCE = Path(__file__).resolve().parent / "reference"
 NOTE = "<!-- Written by docs/generate_reference.py; change the code instead. -->\n"
 
@@ -237,7 +239,7 @@ def metrics_page() -> str:
 
 
 def errors_page() -> str:
-    """Every error class that carries a status."""
+    """Every error class of the API and of what it answers from."""
     rows: dict[tuple[int, str, str], str] = {}
     # Of classes that look alike from outside, the most general says it for all.
     for error in sorted(set(_subclasses(MuralError)), key=lambda e: (len(e.mro()), e.__name__)):
@@ -263,9 +265,10 @@ def errors_page() -> str:
 
 
 def _subclasses(kind: type[MuralError]) -> Iterator[type[MuralError]]:
-    assert api_errors  # imported for the classes that it adds
+    """Those of the named modules alone: others appear as soon as something imports them."""
     for sub in kind.__subclasses__():
-        yield sub
+        if sub.__module__ in ERROR_MODULES:
+            yield sub
         yield from _subclasses(sub)
 
 

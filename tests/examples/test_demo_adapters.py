@@ -179,7 +179,7 @@ def test_a_configuration_names_the_base_and_no_path_of_a_machine(
 @pytest.mark.parametrize("name", NAMES)
 def test_the_resolver_finds_nothing_that_cannot_be_served(name: str) -> None:
     data = (directory(name) / "adapter_config.json").read_bytes()
-    PeftConfig.parse(data).refuse_unsupported()
+    PeftConfig.from_json(data).refuse_unsupported()
     assert build_manifest(directory(name)).files
 
 
