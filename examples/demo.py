@@ -149,7 +149,7 @@ def read_questions() -> list[tuple[str, str]]:
     questions = []
     for tenant in ("acme", "globex"):
         versions = [name for name in ADAPTERS if name.startswith(f"{tenant}:")]
-        for entry in prompts[versions[0]][-2:]:
+        for entry in prompts[versions[0]][:2]:
             questions += [(model, entry["prompt"]) for model in (BASE, *versions)]
     return questions
 
