@@ -67,7 +67,12 @@ def main(
     asked = commands.get(arguments[0]) if arguments else None
     if isinstance(asked, _Broken):
         return asked.run(argparse.Namespace(command=arguments[0]))
-    args = _parser(commands).parse_args(arguments)
+    parser = _parser(commands)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # argparse would print the usage of `mural`, which has nothing of the subcommand's flags.
+        known = f"`mural {args.command} --help` lists what it takes"
+        parser.exit(2, f"mural {args.command}: unknown: {' '.join(unknown)}; {known}\n")
     try:
         return commands[args.command].run(args)
     except MuralError as error:
@@ -114,6 +119,8 @@ def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
                 help=command.help,
                 description=command.help,
                 formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+                # A flag cut short would change its meaning when a longer one is added.
+                allow_abbrev=False,
             )
         )
     return parser

@@ -120,8 +120,10 @@ def _read_secret(path: str) -> str:
     try:
         with open(path, encoding="ascii") as file:
             secret = file.read(MAX_TOKEN_FILE_BYTES).strip()
-    except (OSError, UnicodeDecodeError):
-        raise SettingsError(f"--control-token-file: {path} cannot be read.") from None
+    except OSError as error:
+        raise SettingsError(f"--control-token-file: {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise SettingsError(f"--control-token-file: {path} is not ASCII text.") from None
     if not secret:
         raise SettingsError(f"--control-token-file: {path} is empty.")
     return secret
@@ -426,7 +428,7 @@ def _lora_module(text: str) -> LoRAModule:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m mural_server.commands``: serve, without the ``mural`` command."""
-    parser = argparse.ArgumentParser(prog="mural serve", description=serve.help)
+    parser = argparse.ArgumentParser(prog="mural serve", description=serve.help, allow_abbrev=False)
     serve.add_arguments(parser)
     return serve.run(parser.parse_args(argv))
 

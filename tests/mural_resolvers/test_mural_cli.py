@@ -107,3 +107,16 @@ def test_misuse_is_status_two(argv: list[str]) -> None:
         main(argv, entries())
 
     assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("flag", ["--unknown", "--t"])
+def test_a_flag_is_taken_whole_or_refused_by_name(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["greet", flag, "me"], entries())
+
+    assert caught.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"mural greet: unknown: {flag} me;")
+    assert "`mural greet --help`" in told
