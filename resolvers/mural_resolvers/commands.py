@@ -38,7 +38,7 @@ class AdaptersCommand:
             "--base-spec",
             type=Path,
             metavar="JSON",
-            help="the base model that it must fit, as written by the server",
+            help="the base model that it must fit: what LLM(MODEL).info.base_spec.to_json() gives",
         )
         inspect.add_argument(
             "--admit-bin",
@@ -150,7 +150,10 @@ class TenantsCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Print the key, which is kept nowhere, and the record that the key file takes."""
         if not is_tenant(args.tenant):
-            raise InvalidInput(f"{quoted(args.tenant)} is not a tenant name.")
+            raise InvalidInput(
+                f"{quoted(args.tenant)} is not a tenant name: it is made of a-z, 0-9 and, "
+                "inside, . _ -, and has at most 63 of them."
+            )
         minted = mint_key()
         record = KeyRecord(
             id=minted.key_id,

@@ -237,4 +237,7 @@ def _check_record(place: int, record: KeyRecord) -> None:
         raise InvalidInput(f"{where}.weight: a number above 0, at most 1e6, is wanted.")
     for grant in record.grants:
         if not is_grant(grant):
-            raise InvalidInput(f"{where}.grants: {quoted(grant)} is not a grant.")
+            raise InvalidInput(
+                f"{where}.grants: {quoted(grant)} is no grant such as "
+                "globex, globex/sql, globex/sql:v1 or @name."
+            )
