@@ -316,17 +316,21 @@ class AdapterCatalog:
         if flight is None:
             flight = asyncio.create_task(self._load(principal, entry), name=f"load {entry.name}")
             self._loads[lora_int_id] = flight
-            flight.add_done_callback(lambda task: self._loaded(lora_int_id, task))
+            flight.add_done_callback(lambda task: self._loaded(entry, task))
         await asyncio.wait({flight})
         if flight.cancelled():
             raise Unavailable("The server is shutting down.")
         return flight.result()
 
-    def _loaded(self, lora_int_id: int, task: asyncio.Task[AdapterInfo]) -> None:
-        self._loads.pop(lora_int_id, None)
+    def _loaded(self, entry: _Entry, task: asyncio.Task[AdapterInfo]) -> None:
+        self._loads.pop(entry.lora.lora_int_id, None)
         self.version += 1
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("loading adapter %d failed: %s", lora_int_id, error)
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            logger.info("adapter %s is not loaded: %s", entry.name, error)
+        else:
+            logger.debug("adapter %s is loaded: rank %d", entry.name, task.result().rank)
 
     async def _load(
         self,

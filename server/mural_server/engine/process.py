@@ -93,6 +93,7 @@ async def _open_link() -> Link:
                 "-m",
                 "mural_server.engine.process",
                 str(folder),
+                str(logger.getEffectiveLevel()),
                 stdin=asyncio.subprocess.PIPE,
             )
         except OSError as error:
@@ -226,7 +227,7 @@ def _end_with_parent() -> None:
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
-def main(folder: str) -> int:
+def main(folder: str, log_level: int) -> int:
     """Run a core until it is told to stop or its parent is gone."""
     _end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -240,6 +241,9 @@ def main(folder: str) -> int:
     outputs.connect(f"ipc://{folder}/outputs")
     settings = msgspec.msgpack.decode(commands.recv(), type=EngineSettings)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("mural_server").setLevel(log_level)
+    # Run as a program, this module is called __main__.
+    logger.setLevel(log_level)
     try:
         from mural_server.engine.build import build_core
 
@@ -284,4 +288,4 @@ def _serve(core: EngineCore, commands: zmq.Socket[bytes], outputs: zmq.Socket[by
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    raise SystemExit(main(sys.argv[1], int(sys.argv[2])))

@@ -156,11 +156,13 @@ async def test_a_load_that_takes_too_long_is_503_and_may_be_asked_for_again(
     catalog.check_integrity()
 
 
-async def test_an_unusable_adapter_is_told_and_holds_nothing(catalog, engine):
+async def test_an_unusable_adapter_is_told_and_holds_nothing(catalog, engine, caplog):
+    caplog.set_level("INFO", "mural.catalog")
     engine.refusals["acme:v1"] = UnusableAdapter("rank 64 is above 8")
     with pytest.raises(UnusableAdapter, match="rank 64"):
         await lora_of(catalog, "acme:v1")
     assert engine.resident == {}
+    assert "adapter acme:v1 is not loaded: rank 64 is above 8" in caplog.messages
 
 
 @pytest.mark.parametrize("name", ["globex:v1", "globex:v9", "sql", "Unregistered", "secret"])
