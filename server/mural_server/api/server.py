@@ -254,11 +254,14 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
     logger.info("serving %s as %s", info.model, ", ".join(state.catalog.served))
     for line in info.chosen[:MAX_ENGINE_LINES]:
         logger.info("%s", line)
-    logger.info(
-        "adapters from %s; %d names registered",
-        settings.adapter_dir or "no directory",
-        len(settings.lora_modules),
-    )
+    if info.max_loras:
+        logger.info(
+            "adapters from %s; %d names registered",
+            settings.adapter_dir or "no directory",
+            len(settings.lora_modules),
+        )
+    elif settings.adapter_dir:
+        logger.warning("--adapter-dir serves nothing: adapters are off (--no-enable-lora)")
     if settings.resolved_auth == "open":
         reach = "this machine" if is_loopback(settings.resolved_host) else "THE NETWORK"
         logger.info("auth open: no key is asked for, and %s can reach the port", reach)

@@ -71,5 +71,5 @@ class AppState:
             return self.admission.refusal
         missing = self.missing()
         if missing:
-            return f"{len(missing)} declared adapters are not resident yet."
+            return f"{len(missing)} of {len(self.declared)} declared adapters are not resident yet."
         return None

@@ -60,7 +60,8 @@ def build_core(settings: EngineSettings) -> EngineCore:
     before = resident_bytes()
     model = load_model(settings.model, dtype=dtype, ops=ops)
     base_bytes = max(0, resident_bytes() - before)
-    sizes = cut_kv(model, settings, dtype, available_bytes())
+    free_bytes = available_bytes()
+    sizes = cut_kv(model, settings, dtype, free_bytes)
     kv = allocate_kv(model, sizes.num_blocks, settings.block_size, dtype)
     spec = model.base_spec((Path(settings.model).stem,), settings.max_lora_rank)
     host_bytes = settings.resolved_cpu_lora_bytes(available_bytes()) if settings.enable_lora else 0
@@ -95,7 +96,8 @@ def build_core(settings: EngineSettings) -> EngineCore:
             f"model {type(model).__name__} in {dtype_name}, {readable(base_bytes)}",
             f"operators {ops_reason}; {threads} threads",
             f"KV cache {readable(sizes.kv_bytes)}: {sizes.num_blocks - 1} blocks of "
-            f"{settings.block_size} tokens, sequences of up to {sizes.max_model_len} tokens",
+            f"{settings.block_size} tokens, sequences of up to {sizes.max_model_len} tokens"
+            + _shortage(sizes.kv_bytes, free_bytes),
             _adapter_line(settings, host_bytes),
         ],
     )
@@ -139,10 +141,11 @@ def cut_kv(model: CausalLM, settings: EngineSettings, dtype: torch.dtype, free_b
         wanted = min(wanted, held)
     if held < max(2, wanted):
         needed = (-(-max(2, wanted) // settings.block_size) + 1) * per_block
+        or_shorter = "" if settings.max_model_len is None else ", or lower max_model_len"
         raise SettingsError(
             f"The KV memory of {readable(kv_bytes)} holds {max(0, held)} tokens, fewer than one "
-            f"sequence of max_model_len ({max(2, wanted)}): set kv_cache_memory_bytes to {needed} "
-            "or more, or lower max_model_len."
+            f"sequence of {max(2, wanted)}: set kv_cache_memory_bytes to {needed} or "
+            f"more{or_shorter}."
         )
     if not settings.enable_chunked_prefill and settings.max_num_batched_tokens < wanted:
         raise SettingsError(
@@ -150,6 +153,17 @@ def cut_kv(model: CausalLM, settings: EngineSettings, dtype: torch.dtype, free_b
             f"must be at least max_model_len ({wanted}): raise the first or lower the second."
         )
     return Sizes(num_blocks, wanted, num_blocks * per_block)
+
+
+def _shortage(kv_bytes: int, free_bytes: int) -> str:
+    """A warning where the KV blocks, which take memory as they fill, outgrow what is free."""
+    # No refusal: what a container counts as used can be page cache, which gives way.
+    if kv_bytes <= free_bytes:
+        return ""
+    return (
+        f". MORE THAN THE {readable(free_bytes)} THAT ARE FREE: as it fills, the kernel may kill "
+        "the engine core"
+    )
 
 
 def _most_useful_blocks(model: CausalLM, settings: EngineSettings) -> int:

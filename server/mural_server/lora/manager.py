@@ -93,7 +93,10 @@ class LoRAModelManager:
         self.modules: dict[str, BaseLayerWithLoRA] = {}
         self._wrap_layers(model, space)
         if not self.modules:
-            raise ValueError("target_modules match no module of the base model")
+            has = sorted({name.rpartition(".")[2] for name in base_spec.modules})
+            raise ValueError(
+                "lora_target_modules match no module of the base model, which has " + ", ".join(has)
+            )
         self.lora_index_to_id: list[int | None] = [None] * config.max_loras
         self._rank_rows = RankRowAllocator(config.max_loras, config.max_lora_rank)
         self._registered: AdapterCache[_Registered] = AdapterCache(self._on_unregister)

@@ -69,6 +69,8 @@ def load_config(path: str) -> PreTrainedConfig:
     if _is_gguf(path):
         with _read_from(path):
             return gguf_config(GGUFFile(Path(path)))
+    if not (Path(path) / "config.json").is_file():
+        raise CheckpointError(f"{path} is no model directory: it has no config.json")
     with _read_from(path):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
@@ -123,7 +125,10 @@ def _is_gguf(path: str) -> bool:
         return True
     # transformers would take a name that is no folder for one to download.
     if not Path(path).is_dir():
-        raise CheckpointError(f"{path} is neither a model directory nor a .gguf file")
+        raise CheckpointError(
+            f"{path} is neither a model directory nor a .gguf file on this machine (nothing is "
+            "downloaded)"
+        )
     return False
 
 

@@ -45,6 +45,11 @@ def test_a_name_on_the_hub_is_no_path() -> None:
         load_tokenizer("HuggingFaceTB/SmolLM2-135M-Instruct")
 
 
+def test_a_folder_without_a_configuration_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_config(str(tmp_path))
+
+
 def test_generation_defaults_are_what_the_file_states(tiny_model: Callable[[str], Path]) -> None:
     defaults = load_generation_defaults(str(tiny_model("llama")))
     assert defaults.temperature == 0.7
