@@ -74,7 +74,8 @@ def cli_page() -> str:
         "# Command line\n",
         "```text\nmural serve [MODEL] [flags]\n```\n",
         "Serves a base model and its tenants' adapters over HTTP. Exit status: 0 after a drain, 1 "
-        "when it cannot start or the engine core died, 2 for a flag that does not exist.\n",
+        "when it cannot start or the engine core died, 2 for a flag that does not exist or "
+        "cannot take its value.\n",
         "`BYTES` is a number with an optional unit: `536870912`, `512Mi`, `2G`.\n",
     ]
     for group in parser._action_groups:

@@ -368,7 +368,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="adapters with counters of their own in /metrics, the rest being 'other' (default 50)",
     )
-    group.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
+    group.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="default info: the start, the stop and refused adapters; debug adds every load, and "
+        "tracebacks",
+    )
 
 
 def _add_access_flags(parser: argparse.ArgumentParser) -> None:
