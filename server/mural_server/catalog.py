@@ -29,6 +29,7 @@ from mural_resolvers.errors import (
     MalformedName,
     TooLarge,
     Unavailable,
+    UnusableAdapter,
     quoted,
 )
 from mural_resolvers.files import is_folder
@@ -244,14 +245,18 @@ class AdapterCatalog:
             return known
         try:
             adapter = await self._registry.resolve(principal, name)
-        except Unavailable:
+        except Unavailable as error:
             # A source that is down takes nothing away from what is known already.
             if known is not None:
                 return known
+            _log_refusal(name.short, error)
             raise
         except AdapterNotFound:
             if known is not None:
                 self._forget(known)
+            raise
+        except (Conflict, TooLarge, UnusableAdapter) as error:
+            _log_refusal(name.short, error)
             raise
         return self._remember(adapter, asker)
 
@@ -328,7 +333,7 @@ class AdapterCatalog:
         if task.cancelled():
             return
         if (error := task.exception()) is not None:
-            logger.info("adapter %s is not loaded: %s", entry.name, error)
+            _log_refusal(entry.name, error)
         else:
             logger.debug("adapter %s is loaded: rank %d", entry.name, task.result().rank)
 
@@ -616,6 +621,11 @@ class AdapterCatalog:
         for name, entry in (*self._admin.items(), *self._resolved.items()):
             assert name == entry.name
             assert entry.lora.lora_int_id == self._ids.id_for(entry.lora.digest)
+
+
+def _log_refusal(name: str, error: BaseException) -> None:
+    """The client is told; whoever is woken up has only the log."""
+    logger.info("adapter %s is not loaded: %s", name, error)
 
 
 def _real(path: str) -> Path:

@@ -165,6 +165,14 @@ async def test_an_unusable_adapter_is_told_and_holds_nothing(catalog, engine, ca
     assert "adapter acme:v1 is not loaded: rank 64 is above 8" in caplog.messages
 
 
+async def test_an_adapter_refused_at_its_look_up_is_logged(catalog, adapter_dir, caplog):
+    caplog.set_level("INFO", "mural.catalog")
+    (adapter_dir / "acme/default/v1/adapter_config.json").write_bytes(b"{")
+    with pytest.raises(UnusableAdapter) as caught:
+        await lora_of(catalog, "acme:v1")
+    assert f"adapter acme:v1 is not loaded: {caught.value.message}" in caplog.messages
+
+
 @pytest.mark.parametrize("name", ["globex:v1", "globex:v9", "sql", "Unregistered", "secret"])
 async def test_what_is_not_the_callers_is_forbidden_before_any_look_up(catalog, adapter_dir, name):
     await catalog.load("secret", str(adapter_dir / "globex/default/v1"))
