@@ -53,7 +53,7 @@ imports: $(STAMP) ## Check which room may import which
 
 check: lint types imports ## lint, types and imports
 
-adapters: $(STAMP) ## Train the demo adapters anew (some 20 minutes)
+adapters: $(STAMP) ## Train the demo adapters anew (half an hour on 2 cores)
 	@$(BIN)/python examples/train_adapters.py
 
 docs: $(STAMP) ## Build the documentation into site/
