@@ -16,11 +16,9 @@ from mural_server.api.body import read_body
 from mural_server.api.errors import BadParameter, install_error_handlers
 from mural_server.api.sse import EventStream
 from mural_server.api.state import AppState
-from mural_server.api.state_feed import StateFeed
+from mural_server.api.state_feed import StateFeed, adapter_status
 from mural_server.api.status import get_health, get_ready
-from mural_server.catalog import AdapterView
 from mural_server.protocol.wire import (
-    AdapterStatus,
     DeclaredAnswer,
     DeclaredRequest,
     DrainAnswer,
@@ -88,7 +86,7 @@ def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: _Gate) -> 
         view = await state.catalog.make_resident(
             wanted.name, digest=wanted.digest, level=wanted.level, pinned=wanted.pinned
         )
-        return _json(_status(view))
+        return _json(adapter_status(view))
 
     @app.delete("/mural/v1/resident/{name:path}")
     async def delete_resident(request: Request, name: str) -> Response:
@@ -159,19 +157,6 @@ def _check_name(name: str) -> None:
 
 def _canonical(name: str) -> str:
     return parse_name(name).short if ":" in name else name
-
-
-def _status(view: AdapterView) -> AdapterStatus:
-    return AdapterStatus(
-        name=view.name,
-        digest=view.digest,
-        level=view.state,
-        loading=view.loading,
-        pinned=view.pinned,
-        rank=view.rank,
-        bytes=view.bytes,
-        requests=view.running + view.waiting,
-    )
 
 
 def _json(answer: msgspec.Struct) -> Response:

@@ -26,7 +26,7 @@ from mural_server.protocol.wire import (
     StateEvent,
 )
 
-__all__ = ["StateFeed", "difference"]
+__all__ = ["StateFeed", "adapter_status", "difference"]
 
 INTERVAL_S = 0.25
 HEARTBEAT_S = 5.0
@@ -161,20 +161,12 @@ class StateFeed:
             accepting=state.admission.accepting,
             ready=state.not_ready() is None,
             declared=tuple(sorted(state.declared)),
-            adapters={view.name: self._status(view) for view in state.catalog.view()},
-        )
-
-    def _status(self, view: AdapterView) -> AdapterStatus:
-        return AdapterStatus(
-            name=view.name,
-            digest=view.digest,
-            level=view.state,
-            loading=view.loading,
-            pinned=view.pinned,
-            rank=view.rank,
-            bytes=view.bytes,
-            requests=view.running + view.waiting,
-            load=in_half_octaves(self._state.metrics.traffic.rate(view.name)),
+            adapters={
+                view.name: adapter_status(
+                    view, load=in_half_octaves(state.metrics.traffic.rate(view.name))
+                )
+                for view in state.catalog.view()
+            },
         )
 
     def _rate(self, generated: int) -> float:
@@ -216,3 +208,18 @@ def difference(old: Snapshot, new: Snapshot) -> Delta | None:
 
 def _event(event: StateEvent) -> bytes:
     return b"data: " + _encoder.encode(event) + b"\n\n"
+
+
+def adapter_status(view: AdapterView, load: float = 0.0) -> AdapterStatus:
+    """Say on the wire what the catalog knows of an adapter."""
+    return AdapterStatus(
+        name=view.name,
+        digest=view.digest,
+        level=view.state,
+        loading=view.loading,
+        pinned=view.pinned,
+        rank=view.rank,
+        bytes=view.bytes,
+        requests=view.running + view.waiting,
+        load=load,
+    )
