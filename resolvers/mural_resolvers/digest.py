@@ -26,6 +26,7 @@ __all__ = [
     "compute_digest",
     "engine_files",
     "hash_file",
+    "max_file_bytes",
 ]
 
 CONFIG_FILE = "adapter_config.json"
@@ -81,7 +82,7 @@ def hash_file(folder: Path, name: str, limits: AdapterLimits, within: Path) -> F
 
     A link is followed only where it ends inside ``within``; only regular files are read.
     """
-    max_bytes = _max_bytes(name, limits)
+    max_bytes = max_file_bytes(name, limits)
     sha256 = hashlib.sha256()
     size = 0
     with open_regular(contained(folder / name, within)) as file:
@@ -96,6 +97,7 @@ def hash_file(folder: Path, name: str, limits: AdapterLimits, within: Path) -> F
     return FileEntry(path=name, size=size, sha256=sha256.hexdigest())
 
 
-def _max_bytes(name: str, limits: AdapterLimits) -> int:
+def max_file_bytes(name: str, limits: AdapterLimits) -> int:
+    """The limit in bytes of one of the engine's files."""
     by_name = {CONFIG_FILE: limits.max_config_bytes, TEMPLATE_FILE: limits.max_template_bytes}
     return by_name.get(name, limits.max_weights_bytes)

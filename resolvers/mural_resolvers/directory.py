@@ -37,7 +37,8 @@ from mural_resolvers.manifest import (
     checked_manifest,
 )
 from mural_resolvers.names import LATEST, AdapterName, is_tenant, is_version
-from mural_resolvers.resolver import LoRAResolver, ResolvedAdapter
+from mural_resolvers.resolver import AdapterDescription, LoRAResolver
+from mural_resolvers.store import ALIASES_FILE
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import (
     MAX_ALIAS_FILE_BYTES,
@@ -47,9 +48,7 @@ from mural_resolvers.versions import (
     pick_target,
 )
 
-__all__ = ["ALIASES_FILE", "DirectoryResolver", "ListedAdapter"]
-
-ALIASES_FILE = "_aliases.json"
+__all__ = ["DirectoryResolver", "ListedAdapter"]
 
 _MAX_LISTED = 10_000
 _MAX_REMEMBERED = 16_384
@@ -102,7 +101,7 @@ class DirectoryResolver(LoRAResolver):
 
     async def resolve(
         self, principal: Principal, name: AdapterName, base: BaseSpec
-    ) -> ResolvedAdapter | None:
+    ) -> AdapterDescription | None:
         """Find a version's folder; hash it unless it is unchanged since the last time.
 
         Raises ``UnusableAdapter`` or ``TooLarge`` for what lies there, ``Conflict`` for other
@@ -127,7 +126,7 @@ class DirectoryResolver(LoRAResolver):
         self._look_ups.shutdown(wait=False, cancel_futures=True)
         self._hashing.shutdown(wait=False, cancel_futures=True)
 
-    def find(self, name: AdapterName) -> ResolvedAdapter | None:
+    def find(self, name: AdapterName) -> AdapterDescription | None:
         """``resolve`` without an event loop. Reads every byte of a version not yet known."""
         located = self._locate(name)
         if located is None:
@@ -157,16 +156,14 @@ class DirectoryResolver(LoRAResolver):
                 self._manifests.put(located.stamps, manifest)
             return manifest
 
-    def _answer(self, located: _Located, manifest: Manifest) -> ResolvedAdapter:
+    def _answer(self, located: _Located, manifest: Manifest) -> AdapterDescription:
         first = self._first_digests.setdefault(located.name, manifest.digest)
         if first != manifest.digest:
             raise Conflict(
                 f"The content of {located.name} changed; a version is immutable: "
                 "use another version."
             )
-        return ResolvedAdapter(
-            name=located.name, path=located.path, manifest=manifest, source=self.name
-        )
+        return AdapterDescription.of_folder(located.name, located.path, manifest)
 
     def _stamps(self, folder: Path) -> tuple[_Stamp, ...]:
         names = (*engine_files(folder, self._limits), MANIFEST_FILE)

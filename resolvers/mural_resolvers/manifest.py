@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,11 +29,12 @@ __all__ = [
     "PeftFacts",
     "build_manifest",
     "checked_manifest",
+    "manifest_of",
     "read_manifest",
     "verify_folder",
 ]
 
-MANIFEST_FILE = "_manifest.json"
+MANIFEST_FILE = "manifest.json"
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -77,7 +79,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sum(file.size for file in self.files)
 
     def to_json(self) -> bytes:
-        """Give canonical JSON, the form of ``_manifest.json``."""
+        """Give canonical JSON, the form of ``manifest.json``."""
         return msgspec.json.encode(self, order="deterministic")
 
     @classmethod
@@ -110,12 +112,32 @@ def build_manifest(
     """
     within = folder if within is None else within
     names = engine_files(folder, limits)
+    facts = _read_facts(folder, names, limits, within)
+    files = tuple(hash_file(folder, name, limits, within) for name in names)
+    return Manifest(files=files, facts=facts, digest=compute_digest(files))
+
+
+def manifest_of(
+    folder: Path, files: Sequence[FileEntry], limits: AdapterLimits = DEFAULT_LIMITS
+) -> Manifest:
+    """``build_manifest`` for files that were hashed as they were written into the folder."""
+    by_name = {file.path: file for file in files}
+    names = engine_files(folder, limits)
+    if set(names) != set(by_name):
+        raise UnusableAdapter("The folder holds other files than were written into it.")
+    entries = tuple(by_name[name] for name in names)
+    facts = _read_facts(folder, names, limits, folder)
+    return Manifest(files=entries, facts=facts, digest=compute_digest(entries))
+
+
+def _read_facts(
+    folder: Path, names: Sequence[str], limits: AdapterLimits, within: Path
+) -> PeftFacts:
     config_bytes = read_bounded(contained(folder / CONFIG_FILE, within), limits.max_config_bytes)
     config = PeftConfig.from_json(config_bytes, limits)
     if WEIGHTS_FILE in names:
         read_safetensors_header(contained(folder / WEIGHTS_FILE, within), limits)
-    files = tuple(hash_file(folder, name, limits, within) for name in names)
-    return Manifest(files=files, facts=PeftFacts.of(config), digest=compute_digest(files))
+    return PeftFacts.of(config)
 
 
 def checked_manifest(

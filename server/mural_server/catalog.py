@@ -36,8 +36,9 @@ from mural_resolvers.files import is_folder
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.manifest import Manifest, checked_manifest
 from mural_resolvers.names import AdapterName, parse_name, validate_admin_name
+from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
-from mural_resolvers.resolver import LoRAResolverRegistry, ResolvedAdapter
+from mural_resolvers.resolver import ResolvedAdapter
 from mural_resolvers.tenants import ADMIN, Principal, authorize, may_use
 from mural_server.engine.client import EngineClient
 from mural_server.engine.messages import AdapterInfo, AdapterLevel, FreedBytes

@@ -23,8 +23,9 @@ from mural_resolvers.errors import AdapterNotFound
 from mural_resolvers.limits import DEFAULT_LIMITS
 from mural_resolvers.manifest import build_manifest
 from mural_resolvers.names import parse_name
+from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
-from mural_resolvers.resolver import LoRAResolver, LoRAResolverRegistry
+from mural_resolvers.resolver import LoRAResolver
 from mural_resolvers.tenants import ANYONE
 from mural_server.engine.build import build_core
 from mural_server.engine.client import EngineInfo

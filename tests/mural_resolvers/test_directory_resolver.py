@@ -13,7 +13,7 @@ import pytest
 
 from mural_resolvers import directory
 from mural_resolvers.base_spec import BaseSpec
-from mural_resolvers.directory import ALIASES_FILE, DirectoryResolver
+from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import (
     AdapterNotFound,
     Conflict,
@@ -27,12 +27,14 @@ from mural_resolvers.errors import (
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.manifest import MANIFEST_FILE, Manifest, build_manifest
 from mural_resolvers.names import parse_name
+from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator
-from mural_resolvers.resolver import LoRAResolverRegistry, ResolvedAdapter
+from mural_resolvers.resolver import AdapterDescription
+from mural_resolvers.store import ALIASES_FILE
 from mural_resolvers.tenants import Principal
 
 WriteAdapter = Callable[..., Path]
-Find = Callable[[str], ResolvedAdapter | None]
+Find = Callable[[str], AdapterDescription | None]
 
 
 @pytest.fixture
@@ -54,7 +56,7 @@ def find(resolver: DirectoryResolver) -> Find:
     return lambda text: resolver.find(parse_name(text))
 
 
-def versions_of(found: ResolvedAdapter | None) -> str:
+def versions_of(found: AdapterDescription | None) -> str:
     assert found is not None
     return str(found.name)
 
@@ -66,8 +68,8 @@ async def test_a_name_is_a_folder(
 
     found = await resolver.resolve(Principal("acme"), parse_name("acme:v1"), base_spec)
 
-    assert found == ResolvedAdapter(
-        parse_name("acme:v1"), folder, build_manifest(folder), "directory"
+    assert found == AdapterDescription.of_folder(
+        parse_name("acme:v1"), folder, build_manifest(folder)
     )
 
 
@@ -251,7 +253,7 @@ def test_a_link_within_the_tenant_s_folder_is_followed(
     found = find("acme:v2")
 
     assert found is not None
-    assert (str(found.name), found.path) == ("acme:v2", folder)
+    assert (str(found.name), found.folder) == ("acme:v2", folder)
 
 
 def test_a_root_that_is_a_link_is_followed(

@@ -80,7 +80,7 @@ def test_files_that_the_engine_does_not_read_are_outside_the_digest(
 ) -> None:
     folder = write_adapter(tmp_path / "a")
     plain = build_manifest(folder).digest
-    for name in ("README.md", "tokenizer.json", "adapter_model.bin", "_manifest.json~"):
+    for name in ("README.md", "tokenizer.json", "adapter_model.bin", "manifest.json~"):
         (folder / name).write_text("x")
 
     assert build_manifest(folder).digest == plain

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from mural_resolvers.errors import (
     AdapterNotFound,
     Conflict,
     Forbidden,
+    InvalidInput,
     MuralError,
     RateLimited,
     Unavailable,
@@ -23,25 +23,21 @@ from mural_resolvers.errors import (
 )
 from mural_resolvers.manifest import FileEntry, Manifest, PeftFacts
 from mural_resolvers.names import AdapterName, parse_name
+from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
-from mural_resolvers.resolver import (
-    LoRAResolver,
-    LoRAResolverRegistry,
-    RegistrySettings,
-    ResolvedAdapter,
-)
+from mural_resolvers.resolver import AdapterDescription, LoRAResolver
 from mural_resolvers.tenants import ANYONE, Principal
 
 ACME = Principal(tenant="acme")
 V1 = parse_name("acme:v1")
-Answer = Callable[[AdapterName], Awaitable[ResolvedAdapter | None]]
+Answer = Callable[[AdapterName], Awaitable[AdapterDescription | None]]
 
 
-def adapter(name: AdapterName, content: str = "x", source: str = "fake") -> ResolvedAdapter:
+def adapter(name: AdapterName, content: str = "x") -> AdapterDescription:
     files = (FileEntry("adapter_config.json", len(content), content.encode().hex().zfill(64)),)
     facts = PeftFacts(rank=1, alpha=1, targets=())
     manifest = Manifest(files=files, facts=facts, digest=compute_digest(files))
-    return ResolvedAdapter(name, Path("/adapters") / name.version, manifest, source)
+    return AdapterDescription.of_folder(name, Path("/adapters") / name.version, manifest)
 
 
 class FakeResolver(LoRAResolver):
@@ -51,7 +47,6 @@ class FakeResolver(LoRAResolver):
         self._answer = answer
         self._name = name
         self.asked: list[AdapterName] = []
-        self.leased: list[str] = []
         self.closed = False
 
     @property
@@ -60,33 +55,24 @@ class FakeResolver(LoRAResolver):
 
     async def resolve(
         self, principal: Principal, name: AdapterName, base: BaseSpec
-    ) -> ResolvedAdapter | None:
+    ) -> AdapterDescription | None:
         self.asked.append(name)
         return await self._answer(name)
-
-    def lease(self, adapter: ResolvedAdapter) -> AbstractAsyncContextManager[Path]:
-        return self._lease(adapter)
-
-    @asynccontextmanager
-    async def _lease(self, adapter: ResolvedAdapter) -> AsyncIterator[Path]:
-        self.leased.append("open")
-        yield adapter.path
-        self.leased.append("closed")
 
     async def close(self) -> None:
         self.closed = True
 
 
-async def found(name: AdapterName) -> ResolvedAdapter | None:
+async def found(name: AdapterName) -> AdapterDescription | None:
     return adapter(name)
 
 
-async def absent(name: AdapterName) -> ResolvedAdapter | None:
+async def absent(name: AdapterName) -> AdapterDescription | None:
     return None
 
 
 def raising(error: Exception) -> Answer:
-    async def answer(name: AdapterName) -> ResolvedAdapter | None:
+    async def answer(name: AdapterName) -> AdapterDescription | None:
         raise error
 
     return answer
@@ -99,7 +85,7 @@ class Gate:
         self.open = asyncio.Event()
         self.entered = asyncio.Semaphore(0)
 
-    async def __call__(self, name: AdapterName) -> ResolvedAdapter | None:
+    async def __call__(self, name: AdapterName) -> AdapterDescription | None:
         self.entered.release()
         await self.open.wait()
         return adapter(name)
@@ -154,7 +140,7 @@ async def test_two_names_with_one_content_share_an_id(registry_of: Make) -> None
 
 
 async def test_an_alias_is_answered_with_its_exact_version(registry_of: Make) -> None:
-    async def latest(name: AdapterName) -> ResolvedAdapter | None:
+    async def latest(name: AdapterName) -> AdapterDescription | None:
         return adapter(name.at("v7"))
 
     assert (await registry_of(FakeResolver(latest)).get(ACME, parse_name("acme"))).lora_name == (
@@ -252,7 +238,7 @@ async def test_a_typed_refusal_ends_the_look_up(registry_of: Make, error: MuralE
 
 
 async def test_an_answer_for_another_tenant_is_not_believed(registry_of: Make) -> None:
-    async def foreign(name: AdapterName) -> ResolvedAdapter | None:
+    async def foreign(name: AdapterName) -> AdapterDescription | None:
         return adapter(parse_name("globex:v1"))
 
     with pytest.raises(Unavailable):
@@ -295,7 +281,7 @@ async def test_cancelling_one_waiter_leaves_the_others_alone(registry_of: Make) 
 async def test_a_flight_that_nobody_waits_for_ends_at_its_timeout(registry_of: Make) -> None:
     cancelled = asyncio.Event()
 
-    async def forever(name: AdapterName) -> ResolvedAdapter | None:
+    async def forever(name: AdapterName) -> AdapterDescription | None:
         try:
             await asyncio.Event().wait()
         finally:
@@ -324,7 +310,7 @@ async def test_a_look_up_that_takes_too_long_is_unavailable(registry_of: Make) -
 async def test_a_source_that_ignores_its_cancellation_keeps_nobody(registry_of: Make) -> None:
     let_go = asyncio.Event()
 
-    async def stubborn(name: AdapterName) -> ResolvedAdapter | None:
+    async def stubborn(name: AdapterName) -> AdapterDescription | None:
         while not let_go.is_set():
             try:
                 await let_go.wait()
@@ -471,16 +457,12 @@ async def test_closing_ends_every_wait_and_every_source(registry_of: Make) -> No
     registry.check_integrity()
 
 
-async def test_a_lease_is_the_source_s(registry_of: Make) -> None:
-    resolver = FakeResolver(found)
-    registry = registry_of(resolver)
+async def test_a_lease_gives_the_folder(registry_of: Make) -> None:
+    registry = registry_of(FakeResolver(found))
     request = await registry.get(ACME, V1)
 
     async with registry.lease(ACME, request) as path:
         assert str(path) == request.lora_path
-        assert resolver.leased == ["open"]
-
-    assert resolver.leased == ["open", "closed"]
 
 
 async def test_a_lease_of_what_was_forgotten_asks_again(registry_of: Make) -> None:
@@ -496,7 +478,7 @@ async def test_a_lease_of_what_was_forgotten_asks_again(registry_of: Make) -> No
 async def test_a_lease_never_gives_other_content(registry_of: Make) -> None:
     contents = iter(["one", "two", "three"])
 
-    async def changing(name: AdapterName) -> ResolvedAdapter | None:
+    async def changing(name: AdapterName) -> AdapterDescription | None:
         return adapter(name, next(contents))
 
     registry = registry_of(FakeResolver(changing), max_resolved=1)
@@ -509,5 +491,5 @@ async def test_a_lease_never_gives_other_content(registry_of: Make) -> None:
 
 
 def test_two_sources_of_one_name_are_refused(registry_of: Make) -> None:
-    with pytest.raises(ValueError, match="share a name"):
+    with pytest.raises(InvalidInput, match="share a name"):
         registry_of(FakeResolver(found), FakeResolver(absent))

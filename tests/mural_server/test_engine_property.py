@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import MuralError, Unavailable
 from mural_resolvers.manifest import build_manifest
+from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
-from mural_resolvers.resolver import LoRAResolverRegistry
 from mural_resolvers.tenants import ADMIN, Principal
 from mural_server.catalog import AdapterCatalog
 from mural_server.engine import build

@@ -278,7 +278,7 @@ def huge_rank(folder: Path, draw: random.Random) -> None:
 
 def odd_file(folder: Path, draw: random.Random) -> None:
     """Something that is no regular file, or leads elsewhere, in place of a file."""
-    path = folder / draw.choice([CONFIG, WEIGHTS, WEIGHTS, "chat_template.jinja", "_manifest.json"])
+    path = folder / draw.choice([CONFIG, WEIGHTS, WEIGHTS, "chat_template.jinja", "manifest.json"])
     secret = folder.parent.parent.parent.parent / "secret"
     path.unlink(missing_ok=True)
     match draw.randrange(11):
@@ -342,7 +342,7 @@ def pickle_payload(folder: Path, draw: random.Random) -> None:
 
 
 def hostile_manifest(folder: Path, draw: random.Random) -> None:
-    (folder / "_manifest.json").write_text(draw.choice([
+    (folder / "manifest.json").write_text(draw.choice([
         "", "{}", "[]", "x" * (2 << 20), "[" * 100_000,
         json.dumps({"files": [], "facts": {"rank": 1, "alpha": 1, "targets": []}, "digest": "0"}),
         json.dumps({"files": [{"path": "../x", "size": 1, "sha256": "0" * 64}],
@@ -751,7 +751,7 @@ def test_an_alias_file_that_cannot_be_read_is_not_passed_over(site: Site, target
 def test_a_manifest_that_states_other_files_is_held_to_by_the_load_endpoint(site: Site) -> None:
     folder = site.put("manifest:v1", site.oracle.folder("all", 0))
     stated = build_manifest(site.oracle.folder("all", 1))
-    (folder / "_manifest.json").write_bytes(stated.to_json())
+    (folder / "manifest.json").write_bytes(stated.to_json())
     for answer in (site.served.complete("manifest:v1"), site.served.load("stated", folder)):
         assert (answer.status, answer.error["code"]) == (422, "manifest_mismatch")
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerBase
 from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import MuralError
 from mural_resolvers.limits import AdapterLimits
+from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
-from mural_resolvers.resolver import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.tenants import KeyFile
 from mural_server.api.admission import Admission
 from mural_server.api.app import create_app

@@ -20,8 +20,8 @@ from mural_resolvers.errors import (
     UnusableAdapter,
 )
 from mural_resolvers.manifest import build_manifest
+from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator
-from mural_resolvers.resolver import LoRAResolverRegistry
 from mural_resolvers.tenants import Principal
 from mural_server.catalog import OPERATOR, AdapterCatalog, AlreadyLoaded
 
