@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full lint format types imports check adapters bench docs clean
+.PHONY: help install demo test test-full test-stores lint format types imports check adapters bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,9 @@ test: $(STAMP) ## Run the test suite on its sampled matrix (some minutes on 2 co
 
 test-full: $(STAMP) ## Run the slow suites and whole matrices that `make test` leaves out
 	@$(TEST) -m 'slow or full' --timeout=1200
+
+test-stores: $(STAMP) ## Run the resolvers against real S3 servers and a fault proxy (builds them: needs Go)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stores --timeout=600
 
 lint: $(STAMP) ## Check style
 	@$(BIN)/ruff check .
