@@ -10,7 +10,8 @@ import pytest
 
 from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.cli import main
-from mural_resolvers.commands import adapters, tenants
+from mural_resolvers.commands.adapters import adapters
+from mural_resolvers.commands.tenants import tenants
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 from mural_resolvers.tenants import KeyFile
 
