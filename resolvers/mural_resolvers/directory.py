@@ -81,12 +81,14 @@ class DirectoryResolver(LoRAResolver):
         root: Path,
         limits: AdapterLimits = DEFAULT_LIMITS,
         *,
+        name: str = "directory",
         draw: Callable[[], float] = random.random,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self._root = root
         self._limits = limits
         self._draw = draw
+        self._name = name
         self._now_ns = now_ns
         self._manifests: _Remembered[tuple[_Stamp, ...], Manifest] = _Remembered()
         self._first_digests: _Remembered[AdapterName, str] = _Remembered()
@@ -96,8 +98,8 @@ class DirectoryResolver(LoRAResolver):
 
     @property
     def name(self) -> str:
-        """``directory``."""
-        return "directory"
+        """``directory``, unless it was given another."""
+        return self._name
 
     async def resolve(
         self, principal: Principal, name: AdapterName, base: BaseSpec

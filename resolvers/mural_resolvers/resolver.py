@@ -100,6 +100,11 @@ class LoRAResolver(ABC):
     def name(self) -> str:
         """The source's name, for logs and answers; unique in a registry."""
 
+    @property
+    def downloads(self) -> bool:
+        """Whether content has to be read from it, and so needs the disk cache."""
+        return type(self).open is not LoRAResolver.open
+
     @abstractmethod
     async def resolve(
         self, principal: Principal, name: AdapterName, base: BaseSpec
