@@ -16,10 +16,21 @@ from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import AdapterName
 from mural_resolvers.versions import AliasTarget
 
-__all__ = ["ALIASES_FILE", "TOMBSTONE_FILE", "AdapterStore", "Aliases", "Progress"]
+__all__ = [
+    "ALIASES_FILE",
+    "MAX_LISTED",
+    "MAX_RECORD_BYTES",
+    "TOMBSTONE_FILE",
+    "AdapterStore",
+    "Aliases",
+    "Progress",
+    "StoredVersion",
+]
 
 ALIASES_FILE = "_aliases.json"
 TOMBSTONE_FILE = "_deleted.json"
+MAX_LISTED = 10_000
+MAX_RECORD_BYTES = 64 << 10
 
 Aliases = Mapping[str, tuple[AliasTarget, ...]]
 Progress = Callable[[int], None]
@@ -49,12 +60,21 @@ class AdapterStore(ABC):
 
     @abstractmethod
     async def publish(
-        self, name: AdapterName, folder: Path, manifest: Manifest, progress: Progress | None = None
+        self,
+        name: AdapterName,
+        folder: Path,
+        manifest: Manifest,
+        progress: Progress | None = None,
+        *,
+        records: Mapping[str, bytes] | None = None,
     ) -> bool:
         """Put the manifest's files of a local folder under a name.
 
-        Gives False where the same content is there already. Raises ``Conflict`` for other
-        content, a deleted version or the name of an alias. A break leaves nothing visible.
+        ``records`` are small files of ours that stand beside them (``_upload.json``), there
+        before the version is. Gives False where the same content is there already, whose records
+        then stay as they are. Raises ``Conflict`` for other content, a deleted version or the
+        name of an alias (``latest`` always is one), ``UnusableAdapter`` where the folder is not
+        what the manifest states. A break leaves nothing visible.
         """
 
     @abstractmethod
@@ -62,16 +82,24 @@ class AdapterStore(ABC):
         """The manifest of an exact version, or None where it is not published."""
 
     @abstractmethod
+    async def read_record(self, name: AdapterName, record: str) -> bytes | None:
+        """A small file beside an exact version, such as ``_upload.json``; None where it is not."""
+
+    @abstractmethod
     async def fetch(
         self, name: AdapterName, folder: Path, progress: Progress | None = None
     ) -> Manifest:
-        """Bring an exact version into an empty local folder, verified; ``AdapterNotFound``."""
+        """Bring an exact version into an empty local folder, verified; ``AdapterNotFound``.
+
+        The manifest's files and nothing else; none of them is left where it fails.
+        """
 
     @abstractmethod
     async def delete(self, name: AdapterName) -> bool:
         """Leave a tombstone, then remove the files. False where it never was.
 
-        Raises ``Conflict`` while an alias points at it.
+        True again for one that is deleted already. Raises ``Conflict`` while an alias points at
+        it.
         """
 
     @abstractmethod
@@ -93,7 +121,8 @@ class AdapterStore(ABC):
         """Point an alias at versions, or remove it where there are none; gives what holds then.
 
         Raises ``AdapterNotFound`` for a version that is not published, ``Conflict`` for the name
-        of a version. Two writers at once both get their way or one ``Conflict``, never a loss.
+        of a version, deleted or not, ``InvalidInput`` for targets that are none. Two writers at
+        once both get their way or one ``Conflict``, never a loss.
         """
 
     async def close(self) -> None:

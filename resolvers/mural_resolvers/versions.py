@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mural_resolvers.errors import UnusableAdapter, quoted
+from mural_resolvers.errors import InvalidInput, TooLarge, UnusableAdapter, quoted
 from mural_resolvers.names import is_version
 from mural_resolvers.strict_json import JsonRefused, JsonValue, parse_object
 
 __all__ = [
     "MAX_ALIAS_FILE_BYTES",
     "AliasTarget",
+    "change_aliases",
+    "encode_aliases",
     "highest_version",
     "parse_aliases",
     "pick_target",
@@ -69,6 +72,38 @@ def parse_aliases(data: bytes) -> dict[str, tuple[AliasTarget, ...]]:
     except JsonRefused as error:
         raise UnusableAdapter(f"The record of aliases cannot be read: {error}.") from None
     return {alias: _targets(alias, value) for alias, value in raw.items()}
+
+
+def encode_aliases(aliases: Mapping[str, Sequence[AliasTarget]]) -> bytes:
+    """Give the record that ``parse_aliases`` reads: canonical JSON, the same for equal aliases."""
+    record = {
+        alias: [{"version": target.version, "weight": target.weight} for target in targets]
+        for alias, targets in aliases.items()
+    }
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+def change_aliases(
+    aliases: Mapping[str, tuple[AliasTarget, ...]], alias: str, targets: Sequence[AliasTarget]
+) -> dict[str, tuple[AliasTarget, ...]]:
+    """The aliases with one of them pointed anew, or removed where there are no targets.
+
+    Raises ``InvalidInput`` for a name or targets that a record cannot hold, ``TooLarge`` for a
+    record above its limit.
+    """
+    if not is_version(alias):
+        raise InvalidInput(f"{quoted(alias)} is not a name for an alias.")
+    changed = {name: kept for name, kept in aliases.items() if name != alias}
+    if not targets:
+        return changed
+    changed[alias] = tuple(targets)
+    record = encode_aliases(changed)
+    if len(record) > MAX_ALIAS_FILE_BYTES:
+        raise TooLarge(f"The record of aliases would have more than {MAX_ALIAS_FILE_BYTES} bytes.")
+    try:
+        return parse_aliases(record)
+    except UnusableAdapter as error:
+        raise InvalidInput(error.message) from None
 
 
 def _targets(alias: str, value: JsonValue) -> tuple[AliasTarget, ...]:

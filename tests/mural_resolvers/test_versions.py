@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mural_resolvers.errors import UnusableAdapter
+from mural_resolvers.errors import InvalidInput, TooLarge, UnusableAdapter
 from mural_resolvers.versions import (
     AliasTarget,
+    change_aliases,
+    encode_aliases,
     highest_version,
     parse_aliases,
     pick_target,
@@ -129,3 +131,44 @@ def test_hostile_bytes_are_no_record(data: bytes) -> None:
 def test_every_pair_compares_one_way() -> None:
     for one, other in itertools.permutations(ASCENDING, 2):
         assert (version_key(one) < version_key(other)) != (version_key(other) < version_key(one))
+
+
+def test_an_encoded_record_is_read_back() -> None:
+    aliases = {"stable": (AliasTarget("v1", 1.0),), "canary": (AliasTarget("v2", 0.5),) * 2}
+
+    assert parse_aliases(encode_aliases(aliases)) == aliases
+
+
+def test_an_alias_is_pointed_anew_beside_the_others() -> None:
+    aliases = {"stable": (AliasTarget("v1", 1.0),), "canary": (AliasTarget("v2", 1.0),)}
+
+    changed = change_aliases(aliases, "stable", [AliasTarget("v3", 2.0)])
+
+    assert changed == aliases | {"stable": (AliasTarget("v3", 2.0),)}
+    assert change_aliases(changed, "stable", []) == {"canary": aliases["canary"]}
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        [AliasTarget("v1", 0.0)],
+        [AliasTarget("v1", -1.0)],
+        [AliasTarget("v1", float("nan"))],
+        [AliasTarget("v1", float("inf"))],
+        [AliasTarget("../v1", 1.0)],
+    ],
+)
+def test_what_a_record_cannot_hold_is_no_target(targets: list[AliasTarget]) -> None:
+    with pytest.raises(InvalidInput):
+        change_aliases({}, "stable", targets)
+
+
+@pytest.mark.parametrize("alias", ["", "_aliases", "a/b", "..", "x" * 129])
+def test_what_is_no_name_is_no_alias(alias: str) -> None:
+    with pytest.raises(InvalidInput):
+        change_aliases({}, alias, [AliasTarget("v1", 1.0)])
+
+
+def test_a_record_has_a_limit() -> None:
+    with pytest.raises(TooLarge):
+        change_aliases({}, "all", [AliasTarget("v" * 128, 1.0)] * 10_000)
