@@ -165,22 +165,22 @@ class Unavailable(MuralError):
         super().__init__(message, retry_after_s=retry_after_s)
 
 
-STATUS_BY_CODE: dict[str, int] = {
-    error.code: error.status
-    for error in (
-        MalformedName,
-        InvalidInput,
-        Unauthorized,
-        Forbidden,
-        AdapterNotFound,
-        Conflict,
-        TooLarge,
-        UnusableAdapter,
-        ManifestMismatch,
-        RateLimited,
-        Unavailable,
-    )
-}
+# Of two with one status, the first is what the status alone stands for.
+_ERRORS: tuple[type[MuralError], ...] = (
+    InvalidInput,
+    MalformedName,
+    Unauthorized,
+    Forbidden,
+    AdapterNotFound,
+    Conflict,
+    TooLarge,
+    UnusableAdapter,
+    ManifestMismatch,
+    RateLimited,
+    Unavailable,
+)
+
+STATUS_BY_CODE: dict[str, int] = {error.code: error.status for error in _ERRORS}
 
 
 def error_body(error: MuralError) -> ErrorBody:
@@ -195,23 +195,17 @@ def error_body(error: MuralError) -> ErrorBody:
     }
 
 
-def error_from_status(status: int, message: str, retry_after_s: float | None = None) -> MuralError:
+def error_from_status(
+    status: int, message: str, retry_after_s: float | None = None, code: str = ""
+) -> MuralError:
     """Build the error that a status stands for, where only that crossed a border.
 
-    A status that no class has gives a plain `MuralError`, which is a fault of the server.
+    ``code`` tells two errors of one status apart, where it came along. A status that no class
+    has gives a plain `MuralError`, which is a fault of the server.
     """
-    classes: dict[int, type[MuralError]] = {
-        InvalidInput.status: InvalidInput,
-        Unauthorized.status: Unauthorized,
-        Forbidden.status: Forbidden,
-        AdapterNotFound.status: AdapterNotFound,
-        Conflict.status: Conflict,
-        TooLarge.status: TooLarge,
-        UnusableAdapter.status: UnusableAdapter,
-        RateLimited.status: RateLimited,
-        Unavailable.status: Unavailable,
-    }
-    error = classes.get(status, MuralError)(message)
+    classes = {error.status: error for error in reversed(_ERRORS)}
+    by_code = {error.code: error for error in _ERRORS if error.status == status}
+    error = by_code.get(code, classes.get(status, MuralError))(message)
     if retry_after_s is not None:
         error.retry_after_s = retry_after_s
     return error

@@ -157,6 +157,13 @@ class LoRAResolverRegistry:
                 raise Unavailable("The adapter's content changed while it was waited for.")
         yield adapter.path
 
+    async def repair(self, request: LoRARequest) -> bool:
+        """Whether files that turned out to be damaged were ours and can be fetched anew.
+
+        Folders of a source are not.
+        """
+        return False
+
     def forget(self, name: AdapterName) -> None:
         """Drop "not found" of a name that has just been created."""
         self._negative.forget(name)

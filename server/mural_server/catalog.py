@@ -27,6 +27,8 @@ from mural_resolvers.errors import (
     Forbidden,
     InvalidInput,
     MalformedName,
+    ManifestMismatch,
+    MuralError,
     TooLarge,
     Unavailable,
     UnusableAdapter,
@@ -60,6 +62,9 @@ MAX_ADMIN_NAMES = 4096
 MAX_RESOLVED_NAMES = 4096
 MAX_ASKERS = 256
 RECHECK_S = 10.0
+STALE_S = 60.0
+MAX_UNUSABLE = 1024
+UNUSABLE_S = 300.0
 DRAIN_S = 60.0
 RETRY_AFTER_S = 5.0
 
@@ -107,6 +112,13 @@ class _Asker(NamedTuple):
     @classmethod
     def of(cls, principal: Principal) -> _Asker:
         return cls(principal.tenant, principal.rights, principal.grants)
+
+
+class _Flight(NamedTuple):
+    """A load under way, and the folder that it reads."""
+
+    path: str
+    task: asyncio.Task[AdapterInfo]
 
 
 class _Entry(msgspec.Struct, kw_only=True):
@@ -160,7 +172,9 @@ class AdapterCatalog:
         self._resolved: OrderedDict[str, _Entry] = OrderedDict()
         self._uses: Counter[int] = Counter()
         self._unused: dict[int, asyncio.Event] = {}
-        self._loads: dict[int, asyncio.Task[AdapterInfo]] = {}
+        self._loads: dict[int, _Flight] = {}
+        self._rechecks: dict[tuple[str, _Asker], asyncio.Task[None]] = {}
+        self._unusable = _Unusable(clock)
         self._removals: dict[int, asyncio.Task[FreedBytes]] = {}
         self._name_locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
@@ -239,18 +253,48 @@ class AdapterCatalog:
             raise AdapterNotFound("This server serves its base model only: adapters are off.")
         asker = _Asker.of(principal)
         known = self._resolved.get(name.short)
-        if known is not None and asker not in known.checked:
-            known = None
-        if known is not None and self._clock() - known.checked[asker] < RECHECK_S:
-            self._resolved.move_to_end(name.short)
-            return known
+        if known is None or asker not in known.checked:
+            return await self._ask(principal, name, None)
+        age_s = self._clock() - known.checked[asker]
+        if age_s >= STALE_S:
+            return await self._ask(principal, name, known)
+        self._resolved.move_to_end(name.short)
+        if age_s >= RECHECK_S:
+            self._recheck(principal, name, known)
+        return known
+
+    def _recheck(self, principal: Principal, name: AdapterName, known: _Entry) -> None:
+        """Ask the sources beside the request: a slow one must not delay what is resident."""
+        key = (known.name, _Asker.of(principal))
+        if key not in self._rechecks:
+            task = asyncio.create_task(
+                self._ask_quietly(principal, name, known), name=f"recheck {known.name}"
+            )
+            self._rechecks[key] = task
+            task.add_done_callback(lambda _: self._rechecks.pop(key))
+
+    async def _ask_quietly(self, principal: Principal, name: AdapterName, known: _Entry) -> None:
+        try:
+            await self._ask(principal, name, known)
+        except MuralError as error:
+            _log_refusal(known.name, error)
+
+    async def _ask(self, principal: Principal, name: AdapterName, known: _Entry | None) -> _Entry:
+        """Ask the sources; ``known`` is what they said to this principal before."""
+        asker = _Asker.of(principal)
         try:
             adapter = await self._registry.resolve(principal, name)
         except Unavailable as error:
             # A source that is down takes nothing away from what is known already.
             if known is not None:
+                known.checked[asker] = self._clock() - RECHECK_S
                 return known
             _log_refusal(name.short, error)
+            raise
+        except Forbidden:
+            # The source's own refusal, of this principal: others may still have it.
+            if known is not None:
+                known.checked.pop(asker, None)
             raise
         except AdapterNotFound:
             if known is not None:
@@ -310,23 +354,32 @@ class AdapterCatalog:
     async def _await_resident(self, principal: Principal, entry: _Entry) -> None:
         lora_int_id = entry.lora.lora_int_id
         if lora_int_id not in self._resident():
+            self._unusable.refuse(entry.lora.digest)
             await self._load_once(principal, entry)
 
     def _resident(self) -> dict[int, AdapterInfo]:
         return {info.lora_int_id: info for info in self._client.stats().adapters}
 
     async def _load_once(self, principal: Principal, entry: _Entry) -> AdapterInfo:
-        """One flight per adapter; a waiter that leaves does not stop it."""
+        """One flight per content; a waiter that leaves does not stop it."""
         lora_int_id = entry.lora.lora_int_id
-        flight = self._loads.get(lora_int_id)
-        if flight is None:
-            flight = asyncio.create_task(self._load(principal, entry), name=f"load {entry.name}")
-            self._loads[lora_int_id] = flight
-            flight.add_done_callback(lambda task: self._loaded(entry, task))
-        await asyncio.wait({flight})
-        if flight.cancelled():
-            raise Unavailable("The server is shutting down.")
-        return flight.result()
+        while True:
+            flight = self._loads.get(lora_int_id)
+            if flight is None:
+                flight = _Flight(
+                    entry.lora.lora_path,
+                    asyncio.create_task(self._load(principal, entry), name=f"load {entry.name}"),
+                )
+                self._loads[lora_int_id] = flight
+                flight.task.add_done_callback(lambda task: self._loaded(entry, task))
+            await asyncio.wait({flight.task})
+            if flight.task.cancelled():
+                raise Unavailable("The server is shutting down.")
+            error = flight.task.exception()
+            if isinstance(error, ManifestMismatch) and flight.path != entry.lora.lora_path:
+                # Another name's folder no longer holds this content; ours may.
+                continue
+            return flight.task.result()
 
     def _loaded(self, entry: _Entry, task: asyncio.Task[AdapterInfo]) -> None:
         self._loads.pop(entry.lora.lora_int_id, None)
@@ -335,6 +388,9 @@ class AdapterCatalog:
             return
         if (error := task.exception()) is not None:
             _log_refusal(entry.name, error)
+            # A mismatch says that this is not the content, and nothing of the content itself.
+            if isinstance(error, UnusableAdapter) and not isinstance(error, ManifestMismatch):
+                self._unusable.remember(entry.lora.digest, error)
         else:
             logger.debug("adapter %s is loaded: rank %d", entry.name, task.result().rank)
 
@@ -347,8 +403,21 @@ class AdapterCatalog:
     ) -> AdapterInfo:
         if entry.parsed is None:
             return await self._client.add_lora(entry.lora, level=level, pinned=pinned)
-        async with self._registry.lease(principal, entry.lora):
-            return await self._client.add_lora(entry.lora, level=level, pinned=pinned)
+        try:
+            return await self._load_leased(principal, entry, level, pinned)
+        except UnusableAdapter:
+            # Bits rot on disks; what is sound and unusable all the same stays refused.
+            if not await self._registry.repair(entry.lora):
+                raise
+        logger.warning("the cached files of %s were damaged; fetched anew", entry.name)
+        return await self._load_leased(principal, entry, level, pinned)
+
+    async def _load_leased(
+        self, principal: Principal, entry: _Entry, level: AdapterLevel, pinned: bool
+    ) -> AdapterInfo:
+        async with self._registry.lease(principal, entry.lora) as folder:
+            lora = msgspec.structs.replace(entry.lora, lora_path=str(folder))
+            return await self._client.add_lora(lora, level=level, pinned=pinned)
 
     def _hold(self, lora_int_id: int) -> None:
         self._uses[lora_int_id] += 1
@@ -607,7 +676,8 @@ class AdapterCatalog:
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        tasks = [*self._loads.values(), *self._removals.values()]
+        loads = [flight.task for flight in self._loads.values()]
+        tasks = [*loads, *self._removals.values(), *self._rechecks.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -615,13 +685,40 @@ class AdapterCatalog:
     def check_integrity(self) -> None:
         """Raise `AssertionError` when an idle catalog still holds uses, flights or locks."""
         assert not +self._uses, self._uses
-        assert all(not task.done() for task in (*self._loads.values(), *self._removals.values()))
+        loads = [flight.task for flight in self._loads.values()]
+        assert all(not task.done() for task in (*loads, *self._removals.values()))
         assert not self._name_locks
         assert len(self._resolved) <= MAX_RESOLVED_NAMES
         assert len(self._admin) <= MAX_ADMIN_NAMES
         for name, entry in (*self._admin.items(), *self._resolved.items()):
             assert name == entry.name
             assert entry.lora.lora_int_id == self._ids.id_for(entry.lora.digest)
+
+
+class _Unusable:
+    """Content that could not be loaded, and why: reading it again would end the same way.
+
+    Kept for minutes only, since a busy machine can make a sound adapter miss a deadline.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._reasons: OrderedDict[str, tuple[float, UnusableAdapter]] = OrderedDict()
+
+    def refuse(self, digest: str) -> None:
+        """Raise what the content was refused with, if it was so a short while ago."""
+        until, error = self._reasons.get(digest, (0.0, None))
+        if error is None:
+            return
+        if self._clock() < until:
+            raise error.with_traceback(None)
+        del self._reasons[digest]
+
+    def remember(self, digest: str, error: UnusableAdapter) -> None:
+        self._reasons[digest] = (self._clock() + UNUSABLE_S, error)
+        self._reasons.move_to_end(digest)
+        while len(self._reasons) > MAX_UNUSABLE:
+            self._reasons.popitem(last=False)
 
 
 def _log_refusal(name: str, error: BaseException) -> None:

@@ -63,5 +63,12 @@ def test_a_status_that_crossed_a_border_is_an_error_again(status: int) -> None:
     assert (error.status, error.message, error.retry_after_s) == (status, "reason", 3.0)
 
 
+def test_a_code_that_came_along_tells_two_errors_of_one_status_apart() -> None:
+    error = errors.error_from_status(422, "other files", code="manifest_mismatch")
+
+    assert type(error) is errors.ManifestMismatch
+    assert type(errors.error_from_status(422, "r", code="forbidden")) is errors.UnusableAdapter
+
+
 def test_an_unknown_status_is_a_fault_of_the_server() -> None:
     assert errors.error_from_status(418, "teapot").status == 500

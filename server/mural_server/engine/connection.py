@@ -117,7 +117,7 @@ class ConnectedClient(EngineClient):
         finally:
             self._calls.pop(call_id, None)
         if isinstance(body, CallError):
-            raise error_from_status(body.status, body.message, body.retry_after_s)
+            raise error_from_status(body.status, body.message, body.retry_after_s, body.code)
         return body
 
     async def add_lora(

@@ -156,7 +156,7 @@ class EngineCore:
         try:
             act()
         except MuralError as error:
-            self._reply(call_id, CallError(error.status, error.message, error.retry_after_s))
+            self._reply(call_id, CallError.of(error))
 
     def _reply(self, call_id: int, body: ReplyBody) -> None:
         self._outputs.replies.append(Reply(call_id, body))
@@ -342,9 +342,7 @@ class EngineCore:
     def _fail_residencies(self, lora_int_id: int, error: MuralError) -> None:
         for residency in [r for r in self._residencies if r.lora_int_id == lora_int_id]:
             self._residencies.remove(residency)
-            self._reply(
-                residency.call_id, CallError(error.status, error.message, error.retry_after_s)
-            )
+            self._reply(residency.call_id, CallError.of(error))
 
     def _finish_residencies(self, adapters: Adapters) -> None:
         holders = self._scheduler.slots.holders

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from mural_resolvers.errors import MuralError
 from mural_resolvers.request import LoRARequest
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.messages import (
@@ -62,6 +63,11 @@ class CallError(msgspec.Struct, tag=True, frozen=True):
     status: int
     message: str
     retry_after_s: float | None = None
+    code: str = ""
+
+    @classmethod
+    def of(cls, error: MuralError) -> CallError:
+        return cls(error.status, error.message, error.retry_after_s, error.code)
 
 
 class AdapterReply(msgspec.Struct, tag=True, frozen=True):

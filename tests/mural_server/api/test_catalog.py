@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ from mural_resolvers.errors import (
     Forbidden,
     InvalidInput,
     MalformedName,
+    ManifestMismatch,
     Unavailable,
     UnusableAdapter,
 )
@@ -288,6 +290,79 @@ async def test_a_deleted_version_is_gone_once_it_is_looked_up_again(engine, adap
     assert engine.resident == {}
     await catalog.close()
     await registry.close()
+
+
+async def test_a_recheck_happens_beside_the_requests_and_takes_away_what_is_gone(
+    engine, adapter_dir: Path
+):
+    now = 0.0
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
+    )
+    lora = await lora_of(catalog, "acme:v1")
+    (adapter_dir / "acme/default/v1").rename(adapter_dir / "acme/default/_gone")
+    now = 15.0
+    assert await lora_of(catalog, "acme:v1") == lora
+    await asyncio.wait_for(engine.removed.wait(), 10)
+    with pytest.raises(AdapterNotFound):
+        await lora_of(catalog, "acme:v1")
+    await catalog.close()
+    await registry.close()
+
+
+async def test_what_is_known_is_served_while_its_source_is_down(engine, adapter_dir: Path):
+    now = 0.0
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
+    )
+    lora = await lora_of(catalog, "acme:v1")
+    adapter_dir.rename(adapter_dir.with_name("away"))
+    for now in (15.0, 70.0, 75.0, 1000.0):
+        assert await lora_of(catalog, "acme:v1") == lora
+    with pytest.raises(Unavailable):
+        await lora_of(catalog, "acme:v2")
+    await catalog.close()
+    await registry.close()
+
+
+async def test_unusable_content_is_not_read_again_for_a_while(engine, adapter_dir: Path):
+    now = 0.0
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
+    )
+    engine.refusals["acme:v1"] = UnusableAdapter("rank 64 is above 8")
+    for _ in range(3):
+        with pytest.raises(UnusableAdapter, match="rank 64"):
+            await lora_of(catalog, "acme:v1")
+    assert len(engine.loads) == 1
+    engine.refusals.clear()
+    now = 301.0
+    assert await lora_of(catalog, "acme:v1")
+    await catalog.close()
+    await registry.close()
+
+
+async def test_another_tenant_s_spoilt_folder_does_not_refuse_the_same_content(
+    catalog, engine, adapter_dir
+):
+    shutil.copytree(adapter_dir / "acme/default/v1", adapter_dir / "globex/default/copy")
+    engine.refusals["globex:copy"] = ManifestMismatch("the files are others by now")
+    engine.load_gate = asyncio.Event()
+    spoilt = asyncio.create_task(lora_of(catalog, "globex:copy"))
+    await asyncio.wait_for(engine.loading.wait(), 10)
+    sound = asyncio.create_task(lora_of(catalog, "acme:v1"))
+    while not catalog.view()[-1].name == "acme:v1":
+        await asyncio.sleep(0)
+    engine.load_gate.set()
+    with pytest.raises(ManifestMismatch):
+        await spoilt
+    assert (await sound).lora_int_id in engine.resident
 
 
 async def test_a_server_without_adapters_knows_none(adapter_dir, engine):
