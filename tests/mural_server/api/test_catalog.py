@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -320,8 +321,9 @@ async def test_what_is_known_is_served_while_its_source_is_down(engine, adapter_
         engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
     )
     lora = await lora_of(catalog, "acme:v1")
-    adapter_dir.rename(adapter_dir.with_name("away"))
-    for now in (15.0, 70.0, 75.0, 1000.0):
+    os.rename(adapter_dir, f"{adapter_dir}.away")
+    for later in (15.0, 70.0, 75.0, 1000.0):
+        now = later
         assert await lora_of(catalog, "acme:v1") == lora
     with pytest.raises(Unavailable):
         await lora_of(catalog, "acme:v2")
@@ -357,8 +359,10 @@ async def test_another_tenant_s_spoilt_folder_does_not_refuse_the_same_content(
     spoilt = asyncio.create_task(lora_of(catalog, "globex:copy"))
     await asyncio.wait_for(engine.loading.wait(), 10)
     sound = asyncio.create_task(lora_of(catalog, "acme:v1"))
-    while not catalog.view()[-1].name == "acme:v1":
-        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        # Known, and so waiting for the load that is under way.
+        while catalog.view()[-1].name != "acme:v1":  # noqa: ASYNC110 # no event tells of it
+            await asyncio.sleep(0)
     engine.load_gate.set()
     with pytest.raises(ManifestMismatch):
         await spoilt
