@@ -40,7 +40,12 @@ from mural_server.catalog import AdapterCatalog
 from mural_server.engine.client import EngineClient
 from mural_server.engine.process import start_engine
 from mural_server.generation import Generator
-from mural_server.models.source import GenerationDefaults, load_generation_defaults, load_tokenizer
+from mural_server.models.source import (
+    GenerationDefaults,
+    load_generation_defaults,
+    load_tokenizer,
+    model_name,
+)
 from mural_server.settings import EngineSettings, ServerSettings, SettingsError, is_loopback
 
 __all__ = ["bind", "build_state", "run_server", "serve_state"]
@@ -101,7 +106,7 @@ async def build_state(
         client,
         registry,
         ids,
-        served=settings.served_model_name or (_default_name(client.info.model),),
+        served=settings.served_model_name or (model_name(client.info.model),),
         adapter_wait_s=settings.adapter_wait_s,
         roots=[Path(root) for root in (*roots, *settings.allowed_adapter_path)],
         limits=limits,
@@ -194,11 +199,6 @@ async def _load_modules(state: AppState) -> None:
             await state.catalog.load_trusted(module.name, module.path, shared=module.shared)
         except MuralError as error:
             raise SettingsError(f"--lora-modules {module.name}: {error.message}") from None
-
-
-def _default_name(model: str) -> str:
-    path = Path(model)
-    return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
 def _base_template(settings: ServerSettings, tokenizer: PreTrainedTokenizerBase) -> str | None:

@@ -28,7 +28,7 @@ from mural_server.lora.loader import AdapterLoader
 from mural_server.lora.manager import LRUCacheLoRAModelManager
 from mural_server.models.base import CausalLM
 from mural_server.models.loader import load_model
-from mural_server.models.source import eos_token_ids
+from mural_server.models.source import eos_token_ids, model_name
 from mural_server.ops.select import select_ops
 from mural_server.settings import EngineSettings, SettingsError
 
@@ -63,7 +63,7 @@ def build_core(settings: EngineSettings) -> EngineCore:
     free_bytes = available_bytes()
     sizes = cut_kv(model, settings, dtype, free_bytes)
     kv = allocate_kv(model, sizes.num_blocks, settings.block_size, dtype)
-    spec = model.base_spec((Path(settings.model).stem,), settings.max_lora_rank)
+    spec = model.base_spec((model_name(settings.model),), settings.max_lora_rank)
     host_bytes = settings.resolved_cpu_lora_bytes(available_bytes()) if settings.enable_lora else 0
     adapters = (
         _build_adapters(model, spec, settings, dtype, host_bytes) if settings.enable_lora else None

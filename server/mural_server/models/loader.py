@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from mural_resolvers.base_spec import BaseSpec
+from mural_resolvers.errors import InvalidInput
 from mural_server.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from mural_server.layers.linear import LinearBase
 from mural_server.layers.norm import RMSNorm
 from mural_server.models.base import CausalLM
 from mural_server.models.checkpoint import Checkpoint, Shape
-from mural_server.models.errors import CheckpointError
+from mural_server.models.errors import CheckpointError, ModelError
 from mural_server.models.registry import model_class
-from mural_server.models.source import load_config, open_checkpoint
+from mural_server.models.source import load_config, model_name, open_checkpoint
 from mural_server.ops.base import Ops
+from mural_server.ops.reference import ReferenceOps
 
-__all__ = ["load_model"]
+__all__ = ["load_model", "read_base_spec"]
 
 _TABLE, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -42,13 +46,36 @@ def load_model(path: str, *, dtype: torch.dtype, ops: Ops) -> CausalLM:
     """
     config = load_config(path)
     model = model_class(config)(model_class(config).describe(config), ops, dtype)
+    checkpoint = _open_checked(path, model)
+    for name, module in model.named_modules():
+        _fill(model, name, module, checkpoint)
+    return model.eval()
+
+
+def read_base_spec(path: str, max_lora_rank: int) -> BaseSpec:
+    """What an adapter may target on the model at ``path``, from its configuration and headers.
+
+    No weight is read, but for the two tables of a model that is said to be tied and ships both.
+    Raises `InvalidInput` with the reason for which `load_model` would refuse the model.
+    """
+    try:
+        config = load_config(path)
+        # Positions have tables that are computed; the shapes do not depend on them.
+        architecture = replace(model_class(config).describe(config), max_position=1)
+        model = model_class(config)(architecture, ReferenceOps(), torch.float32)
+        _open_checked(path, model)
+    except ModelError as error:
+        raise InvalidInput(f"{error}.") from None
+    return model.base_spec((model_name(path),), max_lora_rank)
+
+
+def _open_checked(path: str, model: CausalLM) -> Checkpoint:
+    """The tensors at ``path``, once they are known to be what the model wants."""
     wanted = dict(_wanted(model))
     checkpoint = open_checkpoint(path, model.num_layers, wanted)
     _settle_tie(model, checkpoint, wanted)
     _check(checkpoint, wanted)
-    for name, module in model.named_modules():
-        _fill(model, name, module, checkpoint)
-    return model.eval()
+    return checkpoint
 
 
 def _wanted(model: CausalLM) -> Iterator[tuple[str, Shape]]:

