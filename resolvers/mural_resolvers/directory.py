@@ -1,56 +1,52 @@
-"""Adapters in a local directory: ``ROOT/tenant/adapter/version/``.
-
-``acme:v1`` is ``ROOT/acme/default/v1/``. An adapter's aliases are ``ROOT/acme/default/
-_aliases.json``. Names that begin with ``_`` or ``.`` are no versions.
-"""
+"""The resolver of adapters in a local directory (``directory_layout`` says how they lie)."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.digest import engine_files
+from mural_resolvers.directory_layout import (
+    DirectoryLayout,
+    ListedAdapter,
+    is_deleted,
+    read_aliases,
+    reading,
+    version_names,
+)
 from mural_resolvers.errors import (
     AdapterNotFound,
     Conflict,
-    MalformedName,
-    Unavailable,
     UnusableAdapter,
     quoted,
 )
-from mural_resolvers.files import contained, is_folder, leads_nowhere, read_bounded
+from mural_resolvers.files import contained, leads_nowhere
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.manifest import (
     MANIFEST_FILE,
     Manifest,
     checked_manifest,
 )
-from mural_resolvers.names import LATEST, AdapterName, is_tenant, is_version
+from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.resolver import AdapterDescription, LoRAResolver
-from mural_resolvers.store import ALIASES_FILE
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import (
-    MAX_ALIAS_FILE_BYTES,
     AliasTarget,
-    highest_version,
-    parse_aliases,
     pick_target,
+    version_key,
 )
 
-__all__ = ["DirectoryResolver", "ListedAdapter"]
+__all__ = ["DirectoryResolver"]
 
-_MAX_LISTED = 10_000
 _MAX_REMEMBERED = 16_384
 _LOOK_UP_THREADS = 4
 _HASHING_THREADS = 2
@@ -59,14 +55,6 @@ _SETTLED_NS = 2_000_000_000
 
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ListedAdapter:
-    """A version that lies in the directory; nothing of it has been read."""
-
-    name: AdapterName
-    path: Path
 
 
 class DirectoryResolver(LoRAResolver):
@@ -85,7 +73,7 @@ class DirectoryResolver(LoRAResolver):
         draw: Callable[[], float] = random.random,
         now_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        self._root = root
+        self._layout = DirectoryLayout(root)
         self._limits = limits
         self._draw = draw
         self._name = name
@@ -137,20 +125,19 @@ class DirectoryResolver(LoRAResolver):
 
     def _locate(self, name: AdapterName) -> _Located | None:
         """Find the folder and what is known of it; reads no weights."""
-        with _reading():
-            if not self._root.is_dir():
-                raise Unavailable("The directory of adapters is not there.")
-            folder = self._adapter_folder(name)
+        with reading():
+            self._layout.check()
+            folder = self._layout.adapter_folder(name)
             version = None if folder is None else self._exact_version(folder, name.version)
             if folder is None or version is None:
                 return None
-            path = contained(folder / version, self._tenant_folder(name.tenant))
+            path = contained(folder / version, self._layout.tenant_folder(name.tenant))
             stamps = self._stamps(path)
             return _Located(name.at(version), path, stamps, self._manifests.get(stamps))
 
     def _read(self, located: _Located) -> Manifest:
         """Hash the files, hold them to the manifest beside them, remember the result."""
-        with _reading():
+        with reading():
             manifest = checked_manifest(located.path, self._limits)
             youngest = max(stamp.changed_ns for stamp in located.stamps)
             settled = self._now_ns() - youngest > _SETTLED_NS
@@ -172,58 +159,27 @@ class DirectoryResolver(LoRAResolver):
         return tuple(_stamp(folder / name) for name in names)
 
     def find_all(self, tenant: str) -> tuple[ListedAdapter, ...]:
-        """``list`` without an event loop; raises ``MalformedName`` for a wrong tenant.
-
-        Adapters whose folder is a link out of the tenant's are left out.
-        """
-        if not is_tenant(tenant):
-            raise MalformedName(f"{quoted(tenant)} is not a tenant name.")
-        with _reading():
-            return self._find_all(tenant)
-
-    def _find_all(self, tenant: str) -> tuple[ListedAdapter, ...]:
-        found: set[ListedAdapter] = set()
-        for adapter in _folders(self._tenant_folder(tenant)):
-            if not is_tenant(adapter):
-                continue
-            name = AdapterName(tenant, adapter, LATEST)
-            folder = Path(os.path.realpath(self._tenant_folder(tenant) / adapter))
-            if not folder.is_relative_to(self._tenant_folder(tenant)):
-                continue
-            for version in _versions(folder):
-                found.add(ListedAdapter(name.at(version), self._root / tenant / adapter / version))
-                if len(found) >= _MAX_LISTED:
-                    return tuple(sorted(found))
-        return tuple(sorted(found))
+        """``list`` without an event loop; raises ``MalformedName`` for a wrong tenant."""
+        return self._layout.find_all(tenant)
 
     def tenants(self) -> tuple[str, ...]:
         """The tenants that have a folder, in order."""
-        with _reading():
-            return tuple(sorted(name for name in _folders(self._root) if is_tenant(name)))
-
-    def _tenant_folder(self, tenant: str) -> Path:
-        """The tenant's real folder. A link there would make one tenant's files another's."""
-        expected = Path(os.path.realpath(self._root)) / tenant
-        if contained(self._root / tenant, self._root) != expected:
-            raise UnusableAdapter(f"The folder of {tenant} is a link.")
-        return expected
-
-    def _adapter_folder(self, name: AdapterName) -> Path | None:
-        tenant_folder = self._tenant_folder(name.tenant)
-        folder = contained(tenant_folder / name.adapter, tenant_folder)
-        return folder if is_folder(folder) else None
+        return self._layout.tenants()
 
     def _exact_version(self, folder: Path, asked: str) -> str | None:
         """Resolve an alias; None for what is neither a version nor an alias."""
-        targets = self._aliases(folder).get(asked)
-        versions = _versions(folder)
+        targets = read_aliases(folder).get(asked)
+        versions = version_names(folder)
         if asked in versions and (targets or asked == LATEST):
             raise Conflict(f"{quoted(asked)} is both an alias and a version.")
         if asked in versions:
-            return asked
+            return None if is_deleted(folder / asked) else asked
         if targets:
             return self._pick(versions, asked, targets)
-        return highest_version(versions) if asked == LATEST else None
+        if asked != LATEST:
+            return None
+        descending = sorted(versions, key=version_key, reverse=True)
+        return next((name for name in descending if not is_deleted(folder / name)), None)
 
     def _pick(self, versions: set[str], alias: str, targets: tuple[AliasTarget, ...]) -> str:
         version = pick_target(targets, self._draw())
@@ -232,12 +188,6 @@ class DirectoryResolver(LoRAResolver):
                 f"The alias {quoted(alias)} names the version {quoted(version)}, which is absent."
             )
         return version
-
-    def _aliases(self, folder: Path) -> dict[str, tuple[AliasTarget, ...]]:
-        path = folder / ALIASES_FILE
-        if not os.path.lexists(path):
-            return {}
-        return parse_aliases(read_bounded(contained(path, folder), MAX_ALIAS_FILE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,40 +228,6 @@ def _stamp(path: Path) -> _Stamp:
             ) from None
         raise
     return _Stamp(path, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-
-
-@contextmanager
-def _reading() -> Iterator[None]:
-    """Turn what the file system refuses into a source that is down."""
-    try:
-        yield
-    except OSError as error:
-        # strerror alone: the path is not the user's to know.
-        raise Unavailable(f"The directory cannot be read: {error.strerror}.") from error
-
-
-def _folders(folder: Path) -> Iterator[str]:
-    """Names of the folders in a folder (links to folders too); none where it is absent."""
-    try:
-        with os.scandir(folder) as entries:
-            yield from (entry.name for entry in entries if _is_folder(entry))
-    except (FileNotFoundError, NotADirectoryError):
-        return
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError as error:
-        # A link that leads nowhere is no folder, and must not hide the versions beside it.
-        if leads_nowhere(error):
-            return False
-        raise
-
-
-def _versions(folder: Path) -> set[str]:
-    """The versions in an adapter's folder; ``_`` and ``.`` begin no version's name."""
-    return {name for name in _folders(folder) if is_version(name)}
 
 
 class _Remembered(Generic[K, V]):

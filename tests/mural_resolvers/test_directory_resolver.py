@@ -115,7 +115,7 @@ async def test_a_root_that_cannot_be_read_is_a_source_that_is_down(
         raise PermissionError(13, "Permission denied", str(folder))
 
     (root / "acme" / "default").mkdir(parents=True)
-    monkeypatch.setattr(directory, "_versions", refuse)
+    monkeypatch.setattr(directory, "version_names", refuse)
 
     with pytest.raises(Unavailable) as caught:
         await resolver.resolve(Principal("acme"), parse_name("acme:v1"), base_spec)

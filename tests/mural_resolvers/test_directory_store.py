@@ -1,0 +1,624 @@
+"""A directory as a store: what is published, deleted and pointed at, by one writer or several."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from mural_resolvers import directory_store
+from mural_resolvers.base_spec import BaseSpec
+from mural_resolvers.directory import DirectoryResolver
+from mural_resolvers.directory_store import DirectoryStore
+from mural_resolvers.errors import (
+    AdapterNotFound,
+    Conflict,
+    InvalidInput,
+    MalformedName,
+    ManifestMismatch,
+    Unavailable,
+    UnusableAdapter,
+)
+from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
+from mural_resolvers.names import AdapterName, parse_name
+from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion
+from mural_resolvers.tenants import Principal
+from mural_resolvers.versions import AliasTarget
+
+WriteAdapter = Callable[..., Path]
+V1 = parse_name("acme:v1")
+V2 = parse_name("acme:v2")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+async def store(root: Path) -> AsyncIterator[DirectoryStore]:
+    made = DirectoryStore(root, lock_timeout_s=0.05)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
+    return write_adapter(tmp_path / "trained")
+
+
+@pytest.fixture
+def other(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
+    return write_adapter(tmp_path / "trained anew", fill=b"\x02")
+
+
+async def publish(store: DirectoryStore, name: AdapterName, folder: Path) -> bool:
+    return await store.publish(name, folder, build_manifest(folder))
+
+
+def left_in_staging(root: Path) -> list[str]:
+    return os.listdir(root / "_staging")
+
+
+# -- publishing -----------------------------------------------------------------------------------
+
+
+async def test_what_is_published_is_found_by_the_resolver(
+    root: Path, store: DirectoryStore, adapter: Path, base_spec: BaseSpec
+) -> None:
+    manifest = build_manifest(adapter)
+    resolver = DirectoryResolver(root)
+
+    assert await publish(store, V1, adapter)
+
+    found = await resolver.resolve(Principal("acme"), parse_name("acme"), base_spec)
+    assert found is not None
+    assert (found.name, found.manifest) == (V1, manifest)
+    assert (root / "acme" / "default" / "v1" / MANIFEST_FILE).read_bytes() == manifest.to_json()
+    assert await store.manifest(V1) == manifest
+    assert left_in_staging(root) == []
+    await resolver.close()
+
+
+async def test_only_the_files_of_the_manifest_are_taken(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    (adapter / "optimizer.pt").write_bytes(b"large")
+
+    await publish(store, V1, adapter)
+
+    assert sorted(os.listdir(root / "acme" / "default" / "v1")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        MANIFEST_FILE,
+    ]
+
+
+async def test_the_same_content_again_changes_nothing(store: DirectoryStore, adapter: Path) -> None:
+    assert await store.publish(
+        V1, adapter, build_manifest(adapter), records={"_upload.json": b"first"}
+    )
+    assert not await store.publish(
+        V1, adapter, build_manifest(adapter), records={"_upload.json": b"second"}
+    )
+    assert await store.read_record(V1, "_upload.json") == b"first"
+    assert await store.read_record(V2, "_upload.json") is None
+    assert await store.read_record(V1, "_other.json") is None
+
+
+async def test_other_content_under_a_taken_name_is_a_conflict(
+    store: DirectoryStore, adapter: Path, other: Path
+) -> None:
+    await publish(store, V1, adapter)
+
+    with pytest.raises(Conflict):
+        await publish(store, V1, other)
+    assert await store.manifest(V1) == build_manifest(adapter)
+
+
+@pytest.mark.parametrize("content", ["nothing whole", "a whole adapter"])
+async def test_what_others_put_there_keeps_its_name(
+    root: Path, store: DirectoryStore, adapter: Path, other: Path, content: str
+) -> None:
+    folder = root / "acme" / "default" / "v1"
+    if content == "a whole adapter":
+        shutil.copytree(other, folder)
+    else:
+        folder.mkdir(parents=True)
+        (folder / "notes.txt").touch()
+
+    with pytest.raises(Conflict):
+        await publish(store, V1, adapter)
+
+
+async def test_the_same_content_that_others_put_there_is_the_version(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    shutil.copytree(adapter, root / "acme" / "default" / "v1")
+
+    assert not await publish(store, V1, adapter)
+
+
+async def test_an_empty_folder_takes_no_name(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    (root / "acme" / "default" / "v1").mkdir(parents=True)
+
+    assert await publish(store, V1, adapter)
+
+
+@pytest.mark.parametrize("version", ["latest", "stable"])
+async def test_the_name_of_an_alias_is_no_version(
+    store: DirectoryStore, adapter: Path, version: str
+) -> None:
+    await publish(store, V1, adapter)
+    await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 1.0)])
+
+    with pytest.raises(Conflict):
+        await publish(store, V1.at(version), adapter)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+async def test_a_folder_that_is_not_its_manifest_is_refused(
+    root: Path, store: DirectoryStore, adapter: Path, name: str
+) -> None:
+    manifest = build_manifest(adapter)
+    with (adapter / name).open("ab") as file:
+        file.write(b" ")
+
+    with pytest.raises(ManifestMismatch):
+        await store.publish(V1, adapter, manifest)
+
+    assert left_in_staging(root) == []
+    assert await store.manifest(V1) is None
+    assert await store.list("acme") == ()
+
+
+async def test_a_file_that_went_is_refused(store: DirectoryStore, adapter: Path) -> None:
+    manifest = build_manifest(adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+
+    with pytest.raises(UnusableAdapter):
+        await store.publish(V1, adapter, manifest)
+
+
+@pytest.mark.parametrize("fault", ["full", "read-only"])
+async def test_a_store_that_cannot_be_written_is_down_and_left_as_it_was(
+    root: Path,
+    store: DirectoryStore,
+    adapter: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    number = errno.ENOSPC if fault == "full" else errno.EROFS
+
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(Unavailable) as caught:
+            await publish(store, V1, adapter)
+
+    assert str(root) not in caught.value.message
+    assert left_in_staging(root) == []
+    assert await publish(store, V1, adapter)
+
+
+async def test_a_root_that_is_not_there_is_not_made(tmp_path: Path, adapter: Path) -> None:
+    store = DirectoryStore(tmp_path / "not mounted")
+
+    with pytest.raises(Unavailable):
+        await publish(store, V1, adapter)
+    with pytest.raises(Unavailable):
+        await store.list("acme")
+    assert not (tmp_path / "not mounted").exists()
+    await store.close()
+
+
+async def test_a_tenant_whose_folder_is_a_link_gets_nothing_published(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    (root / "globex").mkdir()
+    (root / "acme").symlink_to("globex")
+
+    with pytest.raises(UnusableAdapter):
+        await publish(store, V1, adapter)
+    assert os.listdir(root / "globex") == []
+
+
+async def test_progress_tells_of_every_byte_before_the_end(
+    store: DirectoryStore, adapter: Path, tmp_path: Path
+) -> None:
+    manifest = build_manifest(adapter)
+    up: list[int] = []
+    down: list[int] = []
+
+    await store.publish(V1, adapter, manifest, up.append)
+    assert sum(up) == manifest.num_bytes
+
+    (tmp_path / "fetched").mkdir()
+    await store.fetch(V1, tmp_path / "fetched", down.append)
+    assert sum(down) == manifest.num_bytes
+
+
+async def test_a_cancelled_publication_leaves_nothing(
+    root: Path, store: DirectoryStore, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    plain = directory_store._next_chunk
+
+    def held(reader, left):  # type: ignore[no-untyped-def]  # stands in for a private function
+        loop.call_soon_threadsafe(begun.set)
+        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+        return plain(reader, left)
+
+    monkeypatch.setattr(directory_store, "_next_chunk", held)
+    publishing = asyncio.create_task(publish(store, V1, adapter))
+    await begun.wait()
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    go_on.set()
+    monkeypatch.undo()
+    await store.close()
+    await asyncio.to_thread(store._threads.shutdown)
+
+    assert left_in_staging(root) == []
+    assert not (root / "acme").exists()
+
+
+async def test_what_a_dead_writer_left_is_swept_and_what_lives_is_not(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    staging = root / "_staging"
+    for name in ("dead", "alive"):
+        (staging / name).mkdir(parents=True)
+        (staging / f"{name}.lock").touch()
+    with (staging / "alive.lock").open("r+") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+
+        await publish(store, V1, adapter)
+
+        assert sorted(os.listdir(staging)) == ["alive", "alive.lock"]
+
+
+# -- several writers ------------------------------------------------------------------------------
+
+WRITER = """
+import asyncio, sys
+from pathlib import Path
+from mural_resolvers.directory_store import DirectoryStore
+from mural_resolvers.errors import Conflict
+from mural_resolvers.manifest import build_manifest
+from mural_resolvers.names import parse_name
+from mural_resolvers.versions import AliasTarget
+
+async def main(root, adapter, mark):
+    store = DirectoryStore(Path(root))
+    manifest = build_manifest(Path(adapter))
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for i in range(20):
+        try:
+            won = await store.publish(parse_name(f"acme:v{i}"), Path(adapter), manifest)
+        except Conflict:
+            won = False
+        print(int(won), flush=True)
+        await store.set_alias("acme", "default", f"{mark}-{i}", [AliasTarget(f"v{i}", 1.0)])
+    await store.close()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def run_writers(root: Path, *folders: Path) -> list[list[str]]:
+    """What each process printed: 1 for each version that it published, 0 for one it did not."""
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(root), str(folder), mark],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for folder, mark in zip(folders, ("one", "two"), strict=True)
+    ]
+    for writer in writers:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "ready\n"
+    # Both are told to begin before either is waited for.
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("\n")
+        writer.stdin.flush()
+    printed = [writer.communicate(timeout=60)[0].split() for writer in writers]
+    assert [writer.returncode for writer in writers] == [0, 0]
+    return printed
+
+
+async def test_writers_in_two_processes_lose_nothing(
+    root: Path, store: DirectoryStore, adapter: Path, other: Path
+) -> None:
+    won = await asyncio.to_thread(run_writers, root, adapter, other)
+
+    for i, outcome in enumerate(zip(*won, strict=True)):
+        assert sorted(outcome) == ["0", "1"]
+        winner = (adapter, other)[outcome.index("1")]
+        assert await store.manifest(V1.at(f"v{i}")) == build_manifest(winner)
+    aliases = await store.aliases("acme", "default")
+    assert aliases.keys() == {f"{mark}-{i}" for mark in ("one", "two") for i in range(20)}
+    assert left_in_staging(root) == []
+
+
+async def test_one_of_many_at_once_publishes(
+    store: DirectoryStore, adapter: Path, other: Path
+) -> None:
+    outcomes = await asyncio.gather(
+        *(publish(store, V1, folder) for folder in (adapter, other) * 8), return_exceptions=True
+    )
+
+    assert outcomes.count(True) == 1
+    assert sum(isinstance(outcome, Conflict) for outcome in outcomes) == 8
+
+
+async def test_a_writer_that_holds_the_lock_is_not_waited_for_without_end(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+    with (root / "acme" / "default" / "_lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        with pytest.raises(Unavailable):
+            await publish(store, V2, adapter)
+        with pytest.raises(Unavailable):
+            await store.delete(V1)
+    assert await store.delete(V1)
+
+
+# -- looking, fetching ----------------------------------------------------------------------------
+
+
+async def test_a_tenants_versions_are_listed_in_order(
+    root: Path, store: DirectoryStore, adapter: Path, other: Path
+) -> None:
+    for text in ("acme:v2", "acme/sql:v1", "globex:v1"):
+        await publish(store, parse_name(text), adapter)
+    shutil.copytree(other, root / "acme" / "default" / "by-hand")
+    (root / "acme" / "default" / "empty").mkdir()
+    manifest, size = build_manifest(adapter), build_manifest(other).num_bytes
+
+    assert await store.list("acme") == (
+        StoredVersion(parse_name("acme:by-hand"), None, size),
+        StoredVersion(V2, manifest.digest, manifest.num_bytes),
+        StoredVersion(parse_name("acme/sql:v1"), manifest.digest, manifest.num_bytes),
+    )
+    assert await store.tenants() == ("acme", "globex")
+    assert await store.list("initech") == ()
+    with pytest.raises(MalformedName):
+        await store.list("../acme")
+
+
+async def test_a_version_is_fetched_and_verified(
+    root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
+) -> None:
+    await publish(store, V1, adapter)
+    target = tmp_path / "fetched"
+    target.mkdir()
+
+    manifest = await store.fetch(V1, target)
+
+    assert manifest == build_manifest(target) == build_manifest(adapter)
+    assert MANIFEST_FILE not in os.listdir(target)
+
+
+async def test_rotten_content_is_not_fetched(
+    root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
+) -> None:
+    await publish(store, V1, adapter)
+    with (root / "acme/default/v1/adapter_model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x07")
+    target = tmp_path / "fetched"
+    target.mkdir()
+
+    with pytest.raises(ManifestMismatch):
+        await store.fetch(V1, target)
+    assert os.listdir(target) == []
+
+
+async def test_a_folder_that_holds_something_is_left_alone(
+    store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+
+    with pytest.raises(InvalidInput):
+        await store.fetch(V1, adapter)
+    assert build_manifest(adapter) == await store.manifest(V1)
+
+
+@pytest.mark.parametrize("name", ["acme:v9", "acme:latest", "acme/sql:v1", "globex:v1"])
+async def test_what_is_not_published_is_not_found(
+    store: DirectoryStore, adapter: Path, tmp_path: Path, name: str
+) -> None:
+    await publish(store, V1, adapter)
+    target = tmp_path / "fetched"
+    target.mkdir()
+
+    assert await store.manifest(parse_name(name)) is None
+    with pytest.raises(AdapterNotFound):
+        await store.fetch(parse_name(name), target)
+
+
+@pytest.mark.parametrize("record", ["upload.json", "_a/../../x", TOMBSTONE_FILE])
+async def test_a_record_has_a_name_of_its_own(
+    store: DirectoryStore, adapter: Path, record: str
+) -> None:
+    with pytest.raises(InvalidInput):
+        await store.publish(V1, adapter, build_manifest(adapter), records={record: b""})
+    with pytest.raises(InvalidInput):
+        await store.read_record(V1, record)
+
+
+# -- deleting -------------------------------------------------------------------------------------
+
+
+async def test_a_deleted_version_is_absent_and_its_name_never_used_again(
+    root: Path, store: DirectoryStore, adapter: Path, other: Path, tmp_path: Path
+) -> None:
+    resolver = DirectoryResolver(root)
+    await publish(store, V1, other)
+    await publish(store, V2, adapter)
+    (tmp_path / "fetched").mkdir()
+
+    assert await store.delete(V2)
+
+    assert os.listdir(root / "acme" / "default" / "v2") == [TOMBSTONE_FILE]
+    assert await store.manifest(V2) is None
+    assert [found.name for found in await store.list("acme")] == [V1]
+    assert [found.name for found in await resolver.list("acme")] == [V1]
+    assert resolver.find(V2) is None
+    latest = resolver.find(parse_name("acme"))
+    assert latest is not None
+    assert latest.name == V1
+    with pytest.raises(AdapterNotFound):
+        await store.fetch(V2, tmp_path / "fetched")
+    for folder in (adapter, other):
+        with pytest.raises(Conflict):
+            await publish(store, V2, folder)
+    await resolver.close()
+
+
+async def test_deleting_again_finishes_what_a_crash_left(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+    folder = root / "acme" / "default" / "v1"
+    (folder / TOMBSTONE_FILE).write_bytes(b"{}")
+
+    assert await store.manifest(V1) is None
+    assert await store.delete(V1)
+    assert os.listdir(folder) == [TOMBSTONE_FILE]
+    assert await store.delete(V1)
+
+
+@pytest.mark.parametrize("name", ["acme:v9", "acme/sql:v1", "globex:v1"])
+async def test_what_never_was_is_not_deleted(
+    root: Path, store: DirectoryStore, adapter: Path, name: str
+) -> None:
+    await publish(store, V1, adapter)
+
+    assert not await store.delete(parse_name(name))
+    assert not (root / "globex").exists()
+
+
+async def test_a_version_that_an_alias_points_at_stays(
+    store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+    await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 1.0)])
+
+    with pytest.raises(Conflict):
+        await store.delete(V1)
+    await store.set_alias("acme", "default", "stable", [])
+    assert await store.delete(V1)
+
+
+async def test_deleting_a_link_does_not_delete_what_it_leads_to(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+    (root / "acme" / "default" / "v2").symlink_to("v1")
+
+    with pytest.raises(Conflict):
+        await store.delete(V2)
+    assert await store.manifest(V1) is not None
+
+
+async def test_links_inside_a_version_are_not_followed_when_it_goes(
+    root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "file").touch()
+    folder = root / "acme" / "default" / "v1"
+    shutil.copytree(adapter, folder)
+    (folder / "link").symlink_to(kept)
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "link").symlink_to(kept)
+
+    assert await store.delete(V1)
+    assert os.listdir(kept) == ["file"]
+    assert os.listdir(folder) == [TOMBSTONE_FILE]
+
+
+# -- aliases --------------------------------------------------------------------------------------
+
+
+async def test_an_alias_is_what_the_resolver_resolves(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    resolver = DirectoryResolver(root)
+    await publish(store, V1, adapter)
+    await publish(store, V2, adapter)
+
+    changed = await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 1.0)])
+
+    assert (
+        changed == await store.aliases("acme", "default") == {"stable": (AliasTarget("v1", 1.0),)}
+    )
+    found = resolver.find(parse_name("acme:stable"))
+    assert found is not None
+    assert found.name == V1
+    assert await store.set_alias("acme", "default", "stable", []) == {}
+    assert json.loads((root / "acme" / "default" / ALIASES_FILE).read_bytes()) == {}
+    assert await store.set_alias("acme", "sql", "stable", []) == {}
+    assert await store.aliases("acme", "sql") == {}
+    await resolver.close()
+
+
+@pytest.mark.parametrize("version", ["v9", "deleted", "latest"])
+async def test_an_alias_points_at_what_is_published(
+    store: DirectoryStore, adapter: Path, version: str
+) -> None:
+    for name in (V1, V1.at("deleted")):
+        await publish(store, name, adapter)
+    await store.delete(V1.at("deleted"))
+
+    with pytest.raises(AdapterNotFound):
+        await store.set_alias("acme", "default", "stable", [AliasTarget(version, 1.0)])
+    with pytest.raises(AdapterNotFound):
+        await store.set_alias("acme", "sql", "stable", [AliasTarget(version, 1.0)])
+
+
+@pytest.mark.parametrize("version", ["v1", "deleted"])
+async def test_the_name_of_a_version_is_no_alias(
+    store: DirectoryStore, adapter: Path, version: str
+) -> None:
+    for name in (V1, V2, V1.at("deleted")):
+        await publish(store, name, adapter)
+    await store.delete(V1.at("deleted"))
+
+    with pytest.raises(Conflict):
+        await store.set_alias("acme", "default", version, [AliasTarget("v2", 1.0)])
+
+
+async def test_targets_that_a_record_cannot_hold_are_refused(
+    store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+
+    with pytest.raises(InvalidInput):
+        await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 0.0)])
+    assert await store.aliases("acme", "default") == {}
