@@ -30,7 +30,7 @@ from mural_resolvers.errors import (
 )
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 from mural_resolvers.names import AdapterName, parse_name
-from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion
+from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion, open_store
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import AliasTarget
 
@@ -69,6 +69,21 @@ async def publish(store: DirectoryStore, name: AdapterName, folder: Path) -> boo
 
 def left_in_staging(root: Path) -> list[str]:
     return os.listdir(root / "_staging")
+
+
+@pytest.mark.parametrize("prefix", ["", "file://"])
+async def test_a_folder_is_opened_as_a_store(root: Path, prefix: str) -> None:
+    store = open_store(f"{prefix}{root}")
+
+    assert isinstance(store, DirectoryStore)
+    assert store.location == str(root)
+    await store.close()
+
+
+@pytest.mark.parametrize("location", ["/no/such/folder", "ftp://host/folder", ""])
+def test_what_is_no_store_is_not_opened(location: str) -> None:
+    with pytest.raises(InvalidInput):
+        open_store(location)
 
 
 # -- publishing -----------------------------------------------------------------------------------
