@@ -23,6 +23,7 @@ __all__ = [
     "TEMPLATE_FILE",
     "WEIGHTS_FILE",
     "FileEntry",
+    "choose_engine_files",
     "compute_digest",
     "engine_files",
     "hash_file",
@@ -62,19 +63,28 @@ def engine_files(folder: Path, limits: AdapterLimits) -> tuple[str, ...]:
     Refused are a folder without a configuration or without weights, and one that has only a
     pickle where no admin admitted it.
     """
-    present = {name for name in ENGINE_FILES if os.path.lexists(folder / name)}
-    if CONFIG_FILE not in present:
+    present = [name for name in ENGINE_FILES if os.path.lexists(folder / name)]
+    return choose_engine_files(present, limits)
+
+
+def choose_engine_files(present: Iterable[str], limits: AdapterLimits) -> tuple[str, ...]:
+    """``engine_files`` for a source that lists names: those that are read, in their order.
+
+    Other names are passed over.
+    """
+    known = set(ENGINE_FILES).intersection(present)
+    if CONFIG_FILE not in known:
         raise UnusableAdapter(f"The adapter has no {CONFIG_FILE}.")
-    if WEIGHTS_FILE in present:
-        present.discard(BIN_WEIGHTS_FILE)
-    elif BIN_WEIGHTS_FILE not in present:
+    if WEIGHTS_FILE in known:
+        known.discard(BIN_WEIGHTS_FILE)
+    elif BIN_WEIGHTS_FILE not in known:
         raise UnusableAdapter(f"The adapter has no {WEIGHTS_FILE}.")
     elif not limits.admit_bin:
         raise UnusableAdapter(
             f"The adapter has only {BIN_WEIGHTS_FILE}, a pickle, which is not admitted here; "
             f"save it as {WEIGHTS_FILE}."
         )
-    return tuple(name for name in ENGINE_FILES if name in present)
+    return tuple(name for name in ENGINE_FILES if name in known)
 
 
 def hash_file(folder: Path, name: str, limits: AdapterLimits, within: Path) -> FileEntry:
