@@ -1,0 +1,151 @@
+"""Which versions go when room is needed, and their going."""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Mapping
+from dataclasses import dataclass
+
+from mural_resolvers.disk_cache.content import Content
+from mural_resolvers.disk_cache.layout import Layout, is_digest
+from mural_resolvers.disk_cache.locks import FileLock
+from mural_resolvers.disk_cache.records import Usage, VersionRecord, read_record
+
+__all__ = ["Candidate", "Shortage", "evict", "eviction_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A version, at whose expense it is kept, its size in bytes and when it was last leased."""
+
+    digest: str
+    tenant: str
+    num_bytes: int
+    stamp_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """What must go; ``batch_bytes`` more may go along, so that not every stage has to look."""
+
+    num_bytes: int
+    versions: int = 0
+    batch_bytes: int = 0
+
+    def met_by(self, num_bytes: int, versions: int) -> bool:
+        """Whether this is enough."""
+        return num_bytes >= self.num_bytes and versions >= self.versions
+
+
+def eviction_order(
+    candidates: Iterable[Candidate], held: Mapping[str, int]
+) -> Generator[Candidate, bool, None]:
+    """The order of eviction: always the tenant most over its share, its oldest lease first.
+
+    All shares are the same, quota / tenants, so that it is the tenant that holds most. ``held`` is
+    what tenants hold beside the candidates (their reservations, in bytes). Whoever iterates sends
+    back whether the version can go: one that is leased goes on counting.
+    """
+    queues: dict[str, deque[Candidate]] = {}
+    bytes_of = dict(held)
+    for candidate in sorted(candidates, key=lambda c: (c.stamp_ns, c.digest)):
+        queues.setdefault(candidate.tenant, deque()).append(candidate)
+        bytes_of[candidate.tenant] = bytes_of.get(candidate.tenant, 0) + candidate.num_bytes
+    heap = [(-bytes_of[tenant], tenant) for tenant in queues]
+    heapq.heapify(heap)
+    while heap:
+        _, tenant = heapq.heappop(heap)
+        candidate = queues[tenant].popleft()
+        if (yield candidate):
+            bytes_of[tenant] -= candidate.num_bytes
+        if queues[tenant]:
+            heapq.heappush(heap, (-bytes_of[tenant], tenant))
+
+
+def evict(
+    layout: Layout, content: Content, usage: Usage, shortage: Shortage, held: Mapping[str, int]
+) -> bool:
+    """Evict what the shortage asks for; False, with nothing gone in vain, where it cannot be.
+
+    The caller holds the mutex. Reads the record of every version.
+    """
+    candidates = _candidates(layout)
+    bytes_left, versions_left = shortage.num_bytes, shortage.versions
+    while bytes_left > 0 or versions_left > 0:
+        left = Shortage(bytes_left, versions_left, shortage.batch_bytes)
+        victims = _choose(layout, candidates.values(), left, held)
+        if victims is None:
+            return False
+        for victim in victims:
+            freed = _evict(layout, content, usage, victim)
+            if freed is not None:
+                del candidates[victim.digest]
+                bytes_left -= freed
+                versions_left -= 1
+    return True
+
+
+def _choose(
+    layout: Layout, candidates: Iterable[Candidate], shortage: Shortage, held: Mapping[str, int]
+) -> list[Candidate] | None:
+    """Versions that nobody leases and that meet the shortage, as if no two shared a blob."""
+    victims: list[Candidate] = []
+    num_bytes = 0
+    allowed = shortage.num_bytes + shortage.batch_bytes
+    order = eviction_order(candidates, held)
+    candidate = next(order, None)
+    while candidate is not None:
+        met = shortage.met_by(num_bytes, len(victims))
+        if met and num_bytes + candidate.num_bytes > allowed:
+            break
+        evictable = not _is_leased(layout, candidate.digest)
+        if evictable:
+            victims.append(candidate)
+            num_bytes += candidate.num_bytes
+        try:
+            candidate = order.send(evictable)
+        except StopIteration:
+            candidate = None
+    return victims if shortage.met_by(num_bytes, len(victims)) else None
+
+
+def _is_leased(layout: Layout, digest: str) -> bool:
+    """A lease that is tried in this instant tries again (see ``DiskCache.lease``)."""
+    try:
+        lock = FileLock.try_acquire(layout.lock(digest))
+    except FileNotFoundError:
+        return False
+    if lock is None:
+        return True
+    lock.release()
+    return False
+
+
+def _evict(layout: Layout, content: Content, usage: Usage, victim: Candidate) -> int | None:
+    """Remove a version unless it is leased by now; the bytes that this freed."""
+    lock = FileLock.try_acquire(layout.lock(victim.digest))
+    if lock is None:
+        return None
+    try:
+        freed = content.remove(victim.digest)
+        layout.lock(victim.digest).unlink()
+    finally:
+        lock.release()
+    usage.bytes -= freed
+    usage.remove(VersionRecord(victim.tenant, victim.num_bytes))
+    return freed
+
+
+def _candidates(layout: Layout) -> dict[str, Candidate]:
+    with os.scandir(layout.versions) as entries:
+        present = {entry.name for entry in entries if is_digest(entry.name)}
+    found: dict[str, Candidate] = {}
+    with os.scandir(layout.locks) as entries:
+        for entry in entries:
+            if entry.name in present:
+                record = read_record(layout.lock(entry.name), VersionRecord) or VersionRecord()
+                stamp_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+                found[entry.name] = Candidate(entry.name, record.tenant, record.num_bytes, stamp_ns)
+    return found
