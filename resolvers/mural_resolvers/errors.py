@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import ClassVar, TypedDict
 
+from mural_resolvers.redaction import redacted
+
 __all__ = [
     "STATUS_BY_CODE",
     "AdapterNotFound",
@@ -213,4 +215,6 @@ def error_from_status(
 
 def quoted(text: str, max_chars: int = 80) -> str:
     """Quote user-given text for a message: ASCII, escaped and cut, so that it can go anywhere."""
+    # Before the cut, which could leave a part of a secret that is not recognised any more.
+    text = redacted(text)
     return ascii(text if len(text) <= max_chars else text[:max_chars] + "…")

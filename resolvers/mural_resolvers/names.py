@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 
 from mural_resolvers.errors import MalformedName, quoted
+from mural_resolvers.redaction import holds_key
 
 __all__ = [
     "DEFAULT_ADAPTER",
@@ -40,7 +41,10 @@ def is_tenant(text: str) -> bool:
 
 def is_version(text: str) -> bool:
     """Tell whether the text is the name of a version or of an alias."""
-    return len(text) <= 128 and ".." not in text and _VERSION.fullmatch(text) is not None
+    if len(text) > 128 or ".." in text or _VERSION.fullmatch(text) is None:
+        return False
+    # Names stand in logs and metrics, where a key that was pasted in their place must not.
+    return not holds_key(text)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,7 +107,7 @@ def validate_admin_name(text: str) -> str:
 
     The grammar is ``[A-Za-z0-9][A-Za-z0-9._/-]{0,127}`` and never ``..``.
     """
-    if len(text) > 128 or ".." in text or _ADMIN_NAME.fullmatch(text) is None:
+    if len(text) > 128 or ".." in text or _ADMIN_NAME.fullmatch(text) is None or holds_key(text):
         raise MalformedName(
             f"{quoted(text)} is not a name to register: letters, digits and . _ / - only, "
             "a letter or digit first, at most 128 characters, never '..'."

@@ -41,7 +41,7 @@ from mural_resolvers.names import AdapterName, parse_name, validate_admin_name
 from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
 from mural_resolvers.resolver import ResolvedAdapter
-from mural_resolvers.tenants import ADMIN, Principal, authorize, may_use
+from mural_resolvers.tenants import ADMIN, Principal, authorize, authorize_base, may_use
 from mural_server.engine.client import EngineClient
 from mural_server.engine.messages import AdapterInfo, AdapterLevel, FreedBytes
 
@@ -108,10 +108,11 @@ class _Asker(NamedTuple):
     tenant: str | None
     rights: frozenset[str]
     grants: tuple[str, ...]
+    sources: frozenset[str] | None
 
     @classmethod
     def of(cls, principal: Principal) -> _Asker:
-        return cls(principal.tenant, principal.rights, principal.grants)
+        return cls(principal.tenant, principal.rights, principal.grants, principal.sources)
 
 
 class _Flight(NamedTuple):
@@ -188,6 +189,7 @@ class AdapterCatalog:
         `UnusableAdapter`, or `Unavailable` when it takes longer than ``adapter_wait_s``.
         """
         if model in self.served:
+            authorize_base(principal)
             yield ServedModel(self.served[0])
             return
         self._authorize(principal, model)
@@ -211,6 +213,7 @@ class AdapterCatalog:
     async def find(self, principal: Principal, model: str) -> ServedModel:
         """As `use`, without making the adapter resident."""
         if model in self.served:
+            authorize_base(principal)
             return ServedModel(self.served[0])
         self._authorize(principal, model)
         return (await self._find(principal, model)).served()
@@ -634,6 +637,11 @@ class AdapterCatalog:
             self._view(entry, resident.get(entry.lora.lora_int_id))
             for entry in (*self._admin.values(), *self._resolved.values())
         ]
+
+    def digest_of(self, name: str) -> str | None:
+        """The digest behind a name, if it is known here."""
+        entry = self._admin.get(name) or self._resolved.get(_short(name))
+        return None if entry is None else entry.lora.digest
 
     def visible(self, principal: Principal) -> list[AdapterView]:
         """The names that the principal may use."""

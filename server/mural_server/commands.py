@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from mural_resolvers.errors import MuralError
+from mural_resolvers.redaction import RedactingFormatter
 from mural_server.settings import EngineSettings, LoRAModule, ServerSettings, SettingsError
 
 __all__ = ["ServeCommand", "engine_settings", "serve", "server_settings"]
@@ -130,9 +131,9 @@ def _read_secret(path: str) -> str:
 
 
 def _run(engine: EngineSettings, server: ServerSettings) -> int:
-    logging.basicConfig(
-        level=server.log_level.upper(), format="%(levelname)s %(message)s", stream=sys.stderr
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
+    logging.basicConfig(level=server.log_level.upper(), handlers=[handler])
     for chatty in ("uvicorn", "transformers", "asyncio"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # The cores are the engine's: the tokenizer in this process must not make a team of threads.
@@ -392,7 +393,15 @@ def _add_access_flags(parser: argparse.ArgumentParser) -> None:
         help=f"admin keys; {API_KEY_VARIABLE} keeps one out of the list of processes",
     )
     group.add_argument(
-        "--key-file", metavar="FILE", help="tenants' keys, as `mural tenants` writes them"
+        "--tenants-file",
+        metavar="FILE",
+        help="tenants, their keys, grants and limits (tenants.yaml); read again when it changes",
+    )
+    group.add_argument(
+        "--audit-log",
+        metavar="FILE",
+        help="append a JSON line for each load, unload, pin and control action (default: to the "
+        "log)",
     )
 
 

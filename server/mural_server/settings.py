@@ -240,7 +240,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """None: keys when a key is configured, else open."""
     api_key: tuple[str, ...] = ()
     """Admin keys."""
-    key_file: str | None = None
+    tenants_file: str | None = None
+    audit_log: str | None = None
+    """File of the actions of admins, a JSON line each; None: the log, as ``mural.audit``."""
     allow_runtime_lora_updating: bool = False
     adapter_wait_s: float = 30.0
     queue_wait_s: float = 300.0
@@ -262,7 +264,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def resolved_auth(self) -> AuthMode:
         if self.auth is not None:
             return self.auth
-        return "keys" if self.api_key or self.key_file else "open"
+        return "keys" if self.api_key or self.tenants_file else "open"
 
     @property
     def resolved_host(self) -> str:
@@ -309,21 +311,22 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                     ("--ssl-certfile", self.ssl_certfile),
                     ("--ssl-keyfile", self.ssl_keyfile),
                     ("--chat-template", self.chat_template),
-                    ("--key-file", self.key_file),
+                    ("--tenants-file", self.tenants_file),
                 )
             ),
         )
 
     def _auth_rules(self) -> tuple[tuple[bool, str], ...]:
-        has_keys = bool(self.api_key or self.key_file)
+        has_keys = bool(self.api_key or self.tenants_file)
         return (
             (
                 self.auth != "keys" or has_keys,
-                "--auth keys needs keys: give --key-file or --api-key.",
+                "--auth keys needs keys: give --tenants-file or --api-key.",
             ),
             (
                 self.auth != "open" or not has_keys,
-                "--auth open ignores keys: leave out --key-file and --api-key, or use --auth keys.",
+                "--auth open ignores keys: leave out --tenants-file and --api-key, or use "
+                "--auth keys.",
             ),
             (
                 all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key),
@@ -354,6 +357,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 for flag, folders in (
                     ("--adapter-dir", (self.adapter_dir,) if self.adapter_dir else ()),
                     ("--allowed-adapter-path", self.allowed_adapter_path),
+                    ("--audit-log", (str(Path(self.audit_log).parent),) if self.audit_log else ()),
                 )
                 for folder in folders
             ),

@@ -1,8 +1,7 @@
-"""``mural adapters`` and ``mural tenants``."""
+"""``mural adapters``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +10,7 @@ import pytest
 from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.cli import main
 from mural_resolvers.commands.adapters import adapters
-from mural_resolvers.commands.tenants import tenants
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
-from mural_resolvers.tenants import KeyFile
 
 WriteAdapter = Callable[..., Path]
 
@@ -28,8 +25,7 @@ class Entry:
 
 
 def mural(*argv: object) -> int:
-    commands = [Entry("adapters", adapters), Entry("tenants", tenants)]
-    return main([str(arg) for arg in argv], commands)
+    return main([str(arg) for arg in argv], [Entry("adapters", adapters)])
 
 
 @pytest.fixture
@@ -128,33 +124,5 @@ def test_list_prints_every_tenant_s_versions(
     for path in ("acme/default/v1", "acme/sql/v2", "globex/default/v1", "_trash/x/v1"):
         write_adapter(tmp_path / path)
 
-    assert mural("adapters", "list", tmp_path) == 0
+    assert mural("adapters", "ls", "--store", tmp_path) == 0
     assert capsys.readouterr().out.split() == ["acme:v1", "acme/sql:v2", "globex:v1"]
-
-
-def test_a_key_is_printed_once_with_the_record_that_admits_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    argv = ("tenants", "key", "acme", "--admin", "--weight", "2", "--grant", "globex/sql")
-    assert mural(*argv) == 0
-
-    key_line, record_line = capsys.readouterr().out.splitlines()
-    key, record = key_line.split()[-1], json.loads(record_line.split(maxsplit=1)[1])
-    keys = KeyFile.from_bytes(json.dumps({"keys": [record]}).encode())
-    principal = keys.authenticate(f"Bearer {key}")
-    assert (principal.tenant, principal.is_admin, principal.weight) == ("acme", True, 2.0)
-    assert principal.grants == ("globex/sql",)
-    assert key[-43:] not in record_line
-
-
-@pytest.mark.parametrize(
-    "argv", [("../x",), ("acme", "--weight", "0"), ("acme", "--grant", "a/b/c"), ("Acme",)]
-)
-def test_a_key_that_could_not_be_used_is_not_made(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert mural("tenants", "key", *argv) == 1
-
-    told = capsys.readouterr()
-    assert told.out == ""
-    assert "mural tenants:" in told.err

@@ -1,15 +1,16 @@
-"""Who is asking: API keys of a key file, admin keys of the command line, or anyone."""
+"""Who is asking: keys of the tenants file, admin keys of the command line, or anyone."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 
 from starlette.datastructures import Headers
 
 from mural_resolvers.errors import Forbidden, Unauthorized
-from mural_resolvers.tenants import ADMIN, ANYONE, KeyFile, Principal
+from mural_resolvers.tenants import ADMIN, ANYONE, Principal, TenantsFile
 from mural_server.settings import AuthMode
 
 __all__ = ["Authenticator"]
@@ -20,14 +21,24 @@ ADMIN_PRINCIPAL = Principal(tenant=None, rights=frozenset({ADMIN}), key_id="api-
 
 
 class Authenticator:
-    """Establishes the principal of a request. Secrets are kept and compared as sha256 only."""
+    """Establishes the principal of a request. Secrets are kept and compared as sha256 only.
+
+    Nothing is remembered from one request to the next, on one connection either: a key that has
+    expired or was revoked in the tenants file is of no use from then on.
+    """
 
     def __init__(
-        self, mode: AuthMode, *, admin_keys: Iterable[str] = (), keys: KeyFile | None = None
+        self,
+        mode: AuthMode,
+        *,
+        admin_keys: Iterable[str] = (),
+        tenants: TenantsFile | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.mode = mode
         self._admin_hashes = tuple(hashlib.sha256(key.encode()).digest() for key in admin_keys)
-        self._keys = keys
+        self.tenants = tenants
+        self._clock = clock
 
     def principal(self, headers: Headers) -> Principal:
         """Raise `Unauthorized`, with one message whatever was wrong.
@@ -41,9 +52,9 @@ class Authenticator:
             raise Unauthorized()
         if self._is_admin_key(sent[0]):
             return ADMIN_PRINCIPAL
-        if self._keys is None:
+        if self.tenants is None:
             raise Unauthorized()
-        return self._keys.authenticate(sent[0])
+        return self.tenants.ring.authenticate(sent[0], self._clock())
 
     def admin(self, headers: Headers) -> Principal:
         """The principal, if it may change what the server holds; else raise `Forbidden`.

@@ -12,12 +12,14 @@ from starlette.datastructures import Headers
 
 from mural_resolvers.errors import AdapterNotFound, Forbidden, Unauthorized
 from mural_resolvers.names import parse_name, validate_admin_name
+from mural_server.api.auditing import audited
 from mural_server.api.body import read_body
 from mural_server.api.errors import BadParameter, install_error_handlers
 from mural_server.api.sse import EventStream
 from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed, adapter_status
 from mural_server.api.status import get_health, get_ready
+from mural_server.catalog import OPERATOR
 from mural_server.protocol.wire import (
     DeclaredAnswer,
     DeclaredRequest,
@@ -83,25 +85,32 @@ def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: _Gate) -> 
     async def put_resident(request: Request) -> Response:
         gate.check(request.headers)
         wanted = await _body(request, ResidentRequest)
-        view = await state.catalog.make_resident(
-            wanted.name, digest=wanted.digest, level=wanted.level, pinned=wanted.pinned
-        )
+        with audited(state.audit, OPERATOR, "make_resident", wanted.name) as about:
+            view = await state.catalog.make_resident(
+                wanted.name, digest=wanted.digest, level=wanted.level, pinned=wanted.pinned
+            )
+            about.digest = view.digest
         return _json(adapter_status(view))
 
     @app.delete("/mural/v1/resident/{name:path}")
     async def delete_resident(request: Request, name: str) -> Response:
         gate.check(request.headers)
-        return _json(await _remove(state, name))
+        with audited(state.audit, OPERATOR, "remove_resident", name) as about:
+            about.digest = state.catalog.digest_of(name)
+            return _json(await _remove(state, name))
 
     @app.put("/mural/v1/declared")
     async def put_declared(request: Request) -> Response:
         gate.check(request.headers)
-        return _json(_declare(state, await _body(request, DeclaredRequest)))
+        wanted = await _body(request, DeclaredRequest)
+        with audited(state.audit, OPERATOR, "declare", f"{len(wanted.names)} names"):
+            return _json(_declare(state, wanted))
 
     @app.post("/mural/v1/drain")
     async def post_drain(request: Request) -> Response:
         gate.check(request.headers)
-        state.admission.close("The server is draining.")
+        with audited(state.audit, OPERATOR, "drain"):
+            state.admission.close("The server is draining.")
         return _json(DrainAnswer(accepting=False, open_sequences=state.admission.open_sequences))
 
 

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from mural_resolvers.errors import AdapterNotFound, InvalidInput, MuralError
+from mural_resolvers.redaction import redacted
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -102,7 +103,9 @@ def error_bytes(error: MuralError) -> bytes:
     param, code = error.param, error.code
     if isinstance(error, BadParameter):
         param, code = error.at, error.own_code or error.code
-    return msgspec.json.encode(_Body(_Detail(error.message, error.type, param, code)))
+    # A message may quote what the client sent, and a client may send a key in any place.
+    message, param = redacted(error.message), None if param is None else redacted(param)
+    return msgspec.json.encode(_Body(_Detail(message, error.type, param, code)))
 
 
 def error_response(error: MuralError) -> Response:

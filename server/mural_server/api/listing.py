@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import closing
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -38,7 +41,7 @@ class ModelList(msgspec.Struct):
 
 
 async def list_models(state: AppState, request: Request) -> Response:
-    """The base under each of its names, then the adapters that the caller may use."""
+    """What the caller may use: the base under each of its names, then adapters."""
     cards = _cards(state, state.auth.principal(request.headers))
     return Response(msgspec.json.encode(ModelList(cards)), media_type="application/json")
 
@@ -46,7 +49,9 @@ async def list_models(state: AppState, request: Request) -> Response:
 async def retrieve_model(state: AppState, request: Request, name: str) -> Response:
     """One model; raises as a request for it would."""
     principal = state.auth.principal(request.headers)
-    served = await state.catalog.find(principal, name)
+    # It may ask the sources, so it counts as the other requests do.
+    with closing(state.accounts.enter(principal, 1, time.monotonic())):
+        served = await state.catalog.find(principal, name)
     for card in _cards(state, principal):
         if card.id in (name, served.name):
             return Response(msgspec.json.encode(card), media_type="application/json")
@@ -62,6 +67,7 @@ def _cards(state: AppState, principal: Principal) -> list[ModelCard]:
             max_model_len=state.max_model_len,
         )
         for name in state.catalog.served
+        if principal.base or principal.is_admin
     ]
     adapters = [_adapter(state, principal, view) for view in state.catalog.visible(principal)]
     return [*base, *adapters]

@@ -6,6 +6,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mural_resolvers.errors import AdapterNotFound
+from mural_resolvers.tenants import Principal
+from mural_server.api.auditing import audited
 from mural_server.api.body import read_request
 from mural_server.api.errors import InvalidUserInput, LoRANotFound, RuntimeUpdatesOff
 from mural_server.api.requests import LoadLoRARequest, NamedLoRARequest
@@ -19,54 +21,61 @@ MAX_BODY_BYTES = 1 << 16
 
 async def load_lora_adapter(state: AppState, request: Request) -> Response:
     """Register and load; 400 for a name that is taken, 403 outside the allowed folders."""
-    _check_allowed(state, request)
+    admin = _admin(state, request)
     body = await read_request(request, LoadLoRARequest, MAX_BODY_BYTES)
     if not body.lora_name or not body.lora_path:
         raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
-    await state.catalog.load(
-        body.lora_name,
-        body.lora_path,
-        inplace=body.load_inplace,
-        shared=body.shared,
-        pinned=body.pinned,
-    )
+    with audited(state.audit, admin, "load", body.lora_name) as about:
+        info = await state.catalog.load(
+            body.lora_name,
+            body.lora_path,
+            inplace=body.load_inplace,
+            shared=body.shared,
+            pinned=body.pinned,
+        )
+        about.digest = info.digest
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 async def unload_lora_adapter(state: AppState, request: Request) -> Response:
     """Drain and unload; the text says what was freed. 404 for a name that is not known."""
-    name = await _name(state, request)
-    try:
-        freed = await state.catalog.unload(name)
-    except AdapterNotFound:
-        raise LoRANotFound(f"The lora adapter {name[:256]!a} cannot be found.") from None
+    admin = _admin(state, request)
+    name = await _name(request)
+    with audited(state.audit, admin, "unload", name) as about:
+        about.digest = state.catalog.digest_of(name)
+        try:
+            freed = await state.catalog.unload(name)
+        except AdapterNotFound:
+            raise LoRANotFound(f"The lora adapter {name[:256]!a} cannot be found.") from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully. {_told(freed)}")
 
 
 async def pin_lora_adapter(state: AppState, request: Request, *, pinned: bool) -> Response:
     """Keep an adapter resident, or let it be evicted again."""
-    name = await _name(state, request)
-    try:
-        await state.catalog.pin(name, pinned=pinned)
-    except AdapterNotFound as error:
-        raise LoRANotFound(error.message) from None
+    admin = _admin(state, request)
+    name = await _name(request)
+    with audited(state.audit, admin, "pin" if pinned else "unpin", name) as about:
+        about.digest = state.catalog.digest_of(name)
+        try:
+            await state.catalog.pin(name, pinned=pinned)
+        except AdapterNotFound as error:
+            raise LoRANotFound(error.message) from None
     return PlainTextResponse(
         f"Success: LoRA adapter '{name}' {'pinned' if pinned else 'unpinned'} successfully."
     )
 
 
-async def _name(state: AppState, request: Request) -> str:
-    _check_allowed(state, request)
+async def _name(request: Request) -> str:
     body = await read_request(request, NamedLoRARequest, MAX_BODY_BYTES)
     if not body.lora_name:
         raise InvalidUserInput("'lora_name' must be provided.")
     return body.lora_name
 
 
-def _check_allowed(state: AppState, request: Request) -> None:
+def _admin(state: AppState, request: Request) -> Principal:
     if not state.settings.allow_runtime_lora_updating:
         raise RuntimeUpdatesOff
-    state.auth.admin(request.headers)
+    return state.auth.admin(request.headers)
 
 
 def _told(freed: FreedBytes) -> str:

@@ -9,12 +9,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mural_resolvers.audit import AuditLog
+from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_server.api.admission import Admission
 from mural_server.api.traffic import LabelledTokens, Traffic
 from mural_server.catalog import AdapterCatalog
 from mural_server.engine.client import EngineClient
 
-__all__ = ["Metrics"]
+__all__ = ["AccessCollector", "Metrics"]
 
 FIRST_TOKEN_BUCKETS_S = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -91,6 +93,10 @@ class Metrics:
     def error(self, status: int) -> None:
         """Count one error answer."""
         self._refused.labels(str(status)).inc()
+
+    def add(self, collector: Collector) -> None:
+        """Have a further collector read at each scrape."""
+        self._registry.register(collector)
 
     def exposition(self) -> bytes:
         """Prometheus' text format."""
@@ -224,3 +230,57 @@ class _CoreCollector(Collector):
             generation.add_metric([name], generation_tokens)
         yield prompt
         yield generation
+
+
+class AccessCollector(Collector):
+    """What became of the tenants file, of their limits and of the audit log."""
+
+    def __init__(
+        self, tenants: TenantsFile | None, accounts: TenantAccounts, audit: AuditLog
+    ) -> None:
+        self._tenants = tenants
+        self._accounts = accounts
+        self._audit = audit
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        if self._tenants is not None:
+            yield from self._of_the_file(self._tenants)
+        limited = CounterMetricFamily(
+            "mural:rate_limited", "Requests over a limit of their tenant.", labels=["limit"]
+        )
+        for kind in ("requests", "tokens", "concurrency"):
+            limited.add_metric([kind], self._accounts.refused[kind])
+        yield limited
+        records = CounterMetricFamily(
+            "mural:audit_records",
+            "Actions of admins, by whether they could be noted.",
+            labels=["result"],
+        )
+        numbers = self._audit.numbers
+        records.add_metric(["written"], numbers.written)
+        records.add_metric(["failed"], numbers.failed)
+        yield records
+
+    def _of_the_file(self, tenants: TenantsFile) -> Iterator[Metric]:
+        numbers = tenants.numbers
+        reloads = CounterMetricFamily(
+            "mural:tenants_file_reloads",
+            "Changed contents of the tenants file, by whether they were taken.",
+            labels=["result"],
+        )
+        reloads.add_metric(["taken"], numbers.reloads)
+        reloads.add_metric(["refused"], numbers.refused)
+        yield reloads
+        yield GaugeMetricFamily(
+            "mural:tenants_file_stale",
+            "1 while the tenants file is refused and an earlier content is in force.",
+            value=numbers.stale,
+        )
+        yield GaugeMetricFamily(
+            "mural:tenants_file_loaded_timestamp_seconds",
+            "When the content in force was read.",
+            value=numbers.loaded_at.timestamp(),
+        )

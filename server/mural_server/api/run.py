@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, aclosing
 from typing import NamedTuple
 
 from mural_resolvers.errors import MuralError, Unavailable
-from mural_resolvers.tenants import Principal
+from mural_resolvers.tenants import Principal, Ticket
 from mural_server.api.state import AppState
 from mural_server.catalog import ServedModel
 from mural_server.generation import GenerateRequest, RequestUpdate
@@ -88,6 +88,8 @@ class Run:
         """Every step's updates; closing it aborts every sequence."""
         tenant = self._principal.tenant or ""
         async with AsyncExitStack() as held:
+            ticket = self._state.accounts.enter(self._principal, self._sequences, time.monotonic())
+            held.callback(ticket.close)
             held.enter_context(self._state.admission.enter(tenant, self._sequences))
             self.served = await held.enter_async_context(
                 self._state.catalog.use(self._principal, self._model)
@@ -97,7 +99,7 @@ class Run:
                 self._state.generator.stream(self._request(place))
                 for place in range(len(self.plan.prompts))
             ]
-            counting = _Counting(self._state, self, self._arrived)
+            counting = _Counting(self._state, self, self._arrived, ticket)
             try:
                 async with aclosing(_merged(streams)) as merged:
                     async for step in merged:
@@ -121,11 +123,13 @@ class Run:
 class _Counting:
     """Keeps a run's sums and the server's metrics; refuses to pass an abort off as an answer."""
 
-    def __init__(self, state: AppState, run: Run, arrived: float) -> None:
+    def __init__(self, state: AppState, run: Run, arrived: float, ticket: Ticket) -> None:
         self._metrics = state.metrics
         self._run = run
         self._arrived = arrived
+        self._ticket = ticket
         self._last: dict[int, float] = {}
+        self._prompts_spent = False
 
     def add(self, step: Step) -> None:
         now = time.perf_counter()
@@ -145,8 +149,16 @@ class _Counting:
                     raise Unavailable("The server ended this request before it was complete.")
                 if sequence.finish_reason is not None:
                     self._metrics.finished(sequence.finish_reason)
+        self._spend(tokens)
         self._run.completion_tokens += tokens
         self._metrics.traffic.add(self._run.served.name, tokens)
+
+    def _spend(self, tokens: int) -> None:
+        """A prompt counts once the engine has taken it, what is generated as it comes."""
+        if not self._prompts_spent:
+            self._prompts_spent = True
+            tokens += self._run.prompt_tokens
+        self._ticket.spend(tokens, time.monotonic())
 
     def close(self) -> None:
         if not self._last:

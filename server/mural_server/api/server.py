@@ -18,19 +18,20 @@ import uvicorn
 from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
+from mural_resolvers.audit import AuditLog
 from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import MuralError
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
-from mural_resolvers.tenants import KeyFile
+from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_server.api.admission import Admission
 from mural_server.api.app import create_app
 from mural_server.api.auth import Authenticator
 from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
 from mural_server.api.control import create_control_app
 from mural_server.api.http_protocol import OpenAIHttpProtocol
-from mural_server.api.metrics import Metrics
+from mural_server.api.metrics import AccessCollector, Metrics
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed
@@ -90,6 +91,7 @@ async def build_state(
     allow_bin_adapters: bool = False,
 ) -> AsyncIterator[AppState]:
     """Everything between the engine and the routes; raises `SettingsError`."""
+    auth = _authenticator(settings)
     limits = AdapterLimits(admit_bin=allow_bin_adapters)
     ids = LoRAIdAllocator()
     resolvers = (
@@ -122,6 +124,13 @@ async def build_state(
         chat_template=_base_template(settings, tokenizer),
         templates=templates,
     )
+    audit = AuditLog(Path(settings.audit_log) if settings.audit_log else None)
+    accounts = TenantAccounts()
+    metrics = Metrics(
+        client, catalog, admission, Traffic(), max_adapter_labels=settings.metrics_adapters
+    )
+    metrics.add(AccessCollector(auth.tenants, accounts, audit))
+    watching = None if auth.tenants is None else asyncio.create_task(auth.tenants.watch())
     try:
         yield AppState(
             settings=settings,
@@ -129,19 +138,18 @@ async def build_state(
             generator=generator,
             catalog=catalog,
             texts=texts,
-            auth=_authenticator(settings),
+            auth=auth,
             admission=admission,
-            metrics=Metrics(
-                client,
-                catalog,
-                admission,
-                Traffic(),
-                max_adapter_labels=settings.metrics_adapters,
-            ),
+            metrics=metrics,
+            audit=audit,
+            accounts=accounts,
             defaults=defaults,
             started_at=int(time.time()),
         )
     finally:
+        if watching is not None:
+            watching.cancel()
+        await asyncio.to_thread(audit.close)
         await catalog.close()
         await registry.close()
         await templates.close()
@@ -217,13 +225,13 @@ def _generator(client: EngineClient, tokenizer: PreTrainedTokenizerBase) -> Gene
 
 
 def _authenticator(settings: ServerSettings) -> Authenticator:
-    keys = None
-    if settings.key_file is not None:
+    tenants = None
+    if settings.tenants_file is not None:
         try:
-            keys = KeyFile.load(Path(settings.key_file))
+            tenants = TenantsFile(Path(settings.tenants_file))
         except MuralError as error:
-            raise SettingsError(f"--key-file: {error.message}") from None
-    return Authenticator(settings.resolved_auth, admin_keys=settings.api_key, keys=keys)
+            raise SettingsError(f"--tenants-file: {error.message}") from None
+    return Authenticator(settings.resolved_auth, admin_keys=settings.api_key, tenants=tenants)
 
 
 def _bind_all(settings: ServerSettings) -> list[socket.socket]:
@@ -266,10 +274,17 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
         reach = "this machine" if is_loopback(settings.resolved_host) else "THE NETWORK"
         logger.info("auth open: no key is asked for, and %s can reach the port", reach)
     else:
-        logger.info("auth keys: every request needs an API key")
+        logger.info("auth keys: every request needs an API key (%s)", _known_keys(state))
     scheme = "http" if settings.ssl_certfile is None else "https"
     places = [f"{scheme}://{_address(bound)}" for bound in sockets]
     logger.info("OpenAI API on %s, control API on %s", *[*places, "no port"][:2])
+
+
+def _known_keys(state: AppState) -> str:
+    tenants = state.auth.tenants
+    if tenants is None:
+        return "admin keys alone"
+    return f"{len(tenants.ring)} of {len(tenants.config.tenants)} tenants and of admins"
 
 
 def _address(bound: socket.socket) -> str:

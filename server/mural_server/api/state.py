@@ -7,7 +7,8 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
-from mural_resolvers.tenants import Principal
+from mural_resolvers.audit import AuditLog
+from mural_resolvers.tenants import Principal, TenantAccounts
 from mural_server.api.admission import Admission
 from mural_server.api.auth import Authenticator
 from mural_server.api.metrics import Metrics
@@ -49,6 +50,8 @@ class AppState:
     auth: Authenticator
     admission: Admission
     metrics: Metrics
+    audit: AuditLog
+    accounts: TenantAccounts = field(default_factory=TenantAccounts)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     salts: TenantSalts = field(default_factory=TenantSalts)
     declared: frozenset[str] = frozenset()

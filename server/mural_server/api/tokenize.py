@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mural_resolvers.tenants import Principal
 from mural_server.api.body import read_request
 from mural_server.api.requests import DetokenizeRequest, TokenizeRequest
 from mural_server.api.state import AppState
@@ -28,8 +33,8 @@ async def tokenize(state: AppState, request: Request) -> Response:
     """The token ids of a prompt, or of a conversation as its template renders it."""
     principal = state.auth.principal(request.headers)
     body = await read_request(request, TokenizeRequest, state.settings.max_body_bytes)
-    served = await state.catalog.find(principal, body.model)
-    with state.admission.enter(principal.tenant or "", 1):
+    with _admitted(state, principal):
+        served = await state.catalog.find(principal, body.model)
         if body.messages is not None:
             text = await state.texts.render_chat(served, body.messages, body)
             special = body.add_special_tokens or False
@@ -45,10 +50,20 @@ async def detokenize(state: AppState, request: Request) -> Response:
     """The text of token ids."""
     principal = state.auth.principal(request.headers)
     body = await read_request(request, DetokenizeRequest, state.settings.max_body_bytes)
-    await state.catalog.find(principal, body.model)
-    state.texts.check_ids(body.tokens)
-    with state.admission.enter(principal.tenant or "", 1):
+    with _admitted(state, principal):
+        await state.catalog.find(principal, body.model)
+        state.texts.check_ids(body.tokens)
         return _json(Detokenized(await state.texts.decode(body.tokens)))
+
+
+@contextmanager
+def _admitted(state: AppState, principal: Principal) -> Iterator[None]:
+    """A place among what is open, and one of the tenant's requests."""
+    with (
+        closing(state.accounts.enter(principal, 1, time.monotonic())),
+        state.admission.enter(principal.tenant or "", 1),
+    ):
+        yield
 
 
 def _json(answer: msgspec.Struct) -> Response:

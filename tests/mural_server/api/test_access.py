@@ -19,12 +19,13 @@ ADMIN_KEY = "the-admins-own-key"
 def keys(tmp_path: Path) -> dict[str, str]:
     """A key each for acme and globex; ``file`` is where their hashes are."""
     minted = {tenant: mint_key() for tenant in ("acme", "globex")}
-    records = [
-        {"id": key.key_id, "sha256": key.sha256, "tenant": tenant, "weight": 2.0}
+    tenants = [
+        {"id": tenant, "weight": 2.0, "keys": [{"id": key.key_id, "sha256": key.sha256}]}
         for tenant, key in minted.items()
     ]
-    file = tmp_path / "keys.json"
-    file.write_bytes(msgspec.json.encode({"keys": records}))
+    file = tmp_path / "tenants.yaml"
+    # JSON is YAML.
+    file.write_bytes(msgspec.json.encode({"tenants": tenants}))
     return {tenant: key.key for tenant, key in minted.items()} | {"file": str(file)}
 
 
@@ -33,7 +34,7 @@ async def keyed(start_server, adapter_dir, keys):
     return await start_server(
         adapter_dir=str(adapter_dir),
         allow_runtime_lora_updating=True,
-        key_file=keys["file"],
+        tenants_file=keys["file"],
         api_key=(ADMIN_KEY,),
     )
 
@@ -173,7 +174,7 @@ def test_open_auth_listens_on_loopback_unless_told_otherwise():
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"auth": "keys"}, "--key-file"),
+        ({"auth": "keys"}, "--tenants-file"),
         ({"auth": "open", "api_key": ("12345678",)}, "--auth open"),
         ({"control_host": "0.0.0.0"}, "token"),
         ({"port": 8001}, "--control-port"),

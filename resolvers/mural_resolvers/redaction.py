@@ -1,0 +1,33 @@
+"""API keys must be in nothing that is written: how they are recognised, and taken out of a text."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+__all__ = ["RedactingFormatter", "holds_key", "redacted"]
+
+_MARK = "mural_"
+_KEY = re.compile(r"mural_[a-z0-9]{8,32}_[A-Za-z0-9_-]{43}")
+# A message may have been cut in the middle of a key: what is left of the secret goes, too.
+_SECRET = re.compile(r"(mural_[a-z0-9]{8,32}_)[A-Za-z0-9_-]{24,}")
+
+
+def holds_key(text: str) -> bool:
+    """Tell whether the text has something in it that has the form of an API key."""
+    return _MARK in text and _KEY.search(text) is not None
+
+
+def redacted(text: str) -> str:
+    """Give the text with the secret of every API key in it replaced by an ellipsis."""
+    if _MARK not in text:
+        return text
+    return _SECRET.sub(r"\1…", text)
+
+
+class RedactingFormatter(logging.Formatter):
+    """Keeps the secrets of keys out of whatever is logged, tracebacks too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line or lines of a record."""
+        return redacted(super().format(record))

@@ -1,0 +1,22 @@
+"""Sizes as people write them: ``512``, ``512Mi``, ``2G``."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from mural_resolvers.errors import InvalidInput, quoted
+
+__all__ = ["parse_size"]
+
+_SIZE = re.compile(r"([0-9]{1,18})([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWER: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Give the bytes that a text means; raise ``InvalidInput`` when it means none."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        raise InvalidInput(f"{quoted(text)} is no size: write it as 536870912 or 512Mi.")
+    power = _POWER[match[2].lower()]
+    return int(match[1]) * (1024**power if match[3] else 1000**power)
