@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import hashlib
 import os
 import secrets
@@ -46,6 +45,7 @@ from mural_resolvers.files import contained, is_folder, open_regular, read_bound
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.manifest import MANIFEST_FILE, Manifest, build_manifest, read_manifest
 from mural_resolvers.names import LATEST, AdapterName
+from mural_resolvers.scratch import ScratchFolder, sweep_scratch, try_lock
 from mural_resolvers.store import (
     ALIASES_FILE,
     MAX_RECORD_BYTES,
@@ -61,7 +61,6 @@ __all__ = ["DirectoryStore"]
 
 _STAGING = "_staging"
 _LOCK_FILE = "_lock"
-_LOCK_SUFFIX = ".lock"
 _THREADS = 4
 _CHUNK_BYTES = 1 << 20
 _LOCK_POLL_S = 0.01
@@ -387,7 +386,7 @@ class DirectoryStore(AdapterStore):
         lock = os.open(adapter / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             deadline = time.monotonic() + self._lock_timeout_s
-            while not _try_lock(lock):
+            while not try_lock(lock):
                 if time.monotonic() >= deadline:
                     raise Unavailable("Another writer is busy with this adapter.")
                 time.sleep(_LOCK_POLL_S)
@@ -397,28 +396,15 @@ class DirectoryStore(AdapterStore):
 
     @contextmanager
     def _staged(self) -> Iterator[Path]:
-        """A folder of our own, gone in the end unless it was renamed.
-
-        Its lock lies beside it, so that others can tell a writer at work from one that died.
-        """
+        """A folder of our own, gone in the end unless it was renamed."""
         staging = self._layout.root / _STAGING
         staging.mkdir(exist_ok=True)
-        _sweep(staging)
-        while True:
-            staged = staging / secrets.token_hex(8)
-            path = staging / (staged.name + _LOCK_SUFFIX)
-            lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-            # A sweep may have come between these two, and have taken the file away.
-            if _try_lock(lock) and path.exists():
-                break
-            os.close(lock)
+        sweep_scratch(staging)
+        scratch = ScratchFolder(staging)
         try:
-            staged.mkdir()
-            yield staged
+            yield scratch.path
         finally:
-            shutil.rmtree(staged, ignore_errors=True)
-            path.unlink(missing_ok=True)
-            os.close(lock)
+            scratch.close()
 
 
 class _Job:
@@ -507,29 +493,6 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _sweep(staging: Path) -> None:
-    """Remove what writers left that died."""
-    for path in staging.glob(f"*{_LOCK_SUFFIX}"):
-        try:
-            lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue
-        try:
-            if _try_lock(lock):
-                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
-                path.unlink(missing_ok=True)
-        finally:
-            os.close(lock)
 
 
 def _remove(path: Path) -> None:
