@@ -1,7 +1,8 @@
 """Which adapter a name means: the sources are asked, in order, on behalf of who may use it.
 
 The registry authorises, then asks its sources, with one flight per name, bounded waiting, and
-negative answers kept for seconds.
+negative answers kept for seconds. What a source describes comes onto this machine through the
+fetcher, and what is there goes on being served while a source is down.
 """
 
 from __future__ import annotations
@@ -11,28 +12,33 @@ import logging
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from mural_resolvers.base_spec import BaseSpec
+from mural_resolvers.disk_cache import NotCached
 from mural_resolvers.errors import (
     AdapterNotFound,
+    Forbidden,
     InvalidInput,
     MuralError,
     RateLimited,
     Unavailable,
 )
+from mural_resolvers.fetcher import AdapterFetcher
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
 from mural_resolvers.resolver import AdapterDescription, LoRAResolver, ResolvedAdapter
-from mural_resolvers.tenants import Principal, authorize
+from mural_resolvers.tenants import Principal, authorize, may_use_source
 from mural_resolvers.turns import Turns
 
 __all__ = ["LoRAResolverRegistry", "RegistrySettings"]
 
 logger = logging.getLogger("mural.resolve")
+
+_LEASE_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,8 @@ class RegistrySettings:
     ``max_pending`` and ``max_pending_per_tenant``: look-ups and downloads that run or wait for
     their turn; beyond the first 503 at once, beyond the second 429.
     ``negative_ttl_s`` and ``max_negative``: how long and how many "not found" are remembered.
-    ``max_resolved``: answers remembered for leases.
+    ``down_s``: for how long a source that could not tell is not asked for what is cached.
+    ``max_resolved``: answers remembered for leases, and aliases for when a source is down.
     """
 
     timeout_s: float = 30.0
@@ -56,6 +63,7 @@ class RegistrySettings:
     max_pending_per_tenant: int = 64
     negative_ttl_s: float = 5.0
     max_negative: int = 4096
+    down_s: float = 2.0
     max_resolved: int = 4096
     retry_after_s: float = 2.0
 
@@ -66,7 +74,12 @@ class _Scope(NamedTuple):
     tenant: str | None
     rights: frozenset[str]
     grants: tuple[str, ...]
+    sources: frozenset[str] | None
     name: AdapterName
+
+    @classmethod
+    def of(cls, principal: Principal, name: AdapterName) -> _Scope:
+        return cls(principal.tenant, principal.rights, principal.grants, principal.sources, name)
 
     @property
     def payer(self) -> str:
@@ -80,7 +93,10 @@ class _Described(NamedTuple):
 
 
 class LoRAResolverRegistry:
-    """Asks its resolvers in order and hands out ``LoRARequest``s. For one event loop."""
+    """Asks its resolvers in order and hands out ``LoRARequest``s. For one event loop.
+
+    Without a ``fetcher`` only sources whose content lies on this machine can be served.
+    """
 
     def __init__(
         self,
@@ -89,6 +105,7 @@ class LoRAResolverRegistry:
         ids: LoRAIdAllocator,
         settings: RegistrySettings | None = None,
         *,
+        fetcher: AdapterFetcher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = settings or RegistrySettings()
@@ -98,11 +115,15 @@ class LoRAResolverRegistry:
         self._base = base
         self._ids = ids
         self._settings = settings
+        self._fetcher = fetcher
+        self._clock = clock
         self._flights: dict[_Scope, asyncio.Task[ResolvedAdapter | MuralError]] = {}
         self._pending: Counter[str] = Counter()
         self._turns = Turns(settings.max_concurrent, settings.max_concurrent_per_tenant)
         self._negative = _NegativeAnswers(settings, clock)
+        self._down_until: dict[str, float] = {}
         self._resolved: OrderedDict[tuple[str, str], ResolvedAdapter] = OrderedDict()
+        self._aliases: OrderedDict[AdapterName, AdapterName] = OrderedDict()
         self._closed = False
 
     async def get(self, principal: Principal, name: AdapterName) -> LoRARequest:
@@ -127,7 +148,7 @@ class LoRAResolverRegistry:
         authorize(principal, name)
         if self._closed:
             raise Unavailable("The server is shutting down.")
-        scope = _Scope(principal.tenant, principal.rights, principal.grants, name)
+        scope = _Scope.of(principal, name)
         if self._negative.holds(scope):
             raise _not_found(name)
         flight = self._flights.get(scope) or self._start(scope, principal)
@@ -147,22 +168,37 @@ class LoRAResolverRegistry:
     async def lease(self, principal: Principal, request: LoRARequest) -> AsyncIterator[Path]:
         """Hold the files of a request that ``get`` gave in place while they are read.
 
-        Raises as ``get`` where the source has to be asked again, and ``Unavailable`` when it
-        then has other content.
+        What was evicted meanwhile is fetched again. Raises as ``get`` then, and ``Unavailable``
+        when the source has other content.
         """
+        async with AsyncExitStack() as held:
+            yield await self._hold(principal, request, held)
+
+    async def _hold(self, principal: Principal, request: LoRARequest, held: AsyncExitStack) -> Path:
         adapter = self._resolved.get((request.lora_name, request.digest))
-        if adapter is None:
-            adapter = await self.resolve(principal, parse_name(request.lora_name))
-            if adapter.manifest.digest != request.digest:
-                raise Unavailable("The adapter's content changed while it was waited for.")
-        yield adapter.path
+        for _ in range(_LEASE_ATTEMPTS):
+            if adapter is None:
+                adapter = await self.resolve(principal, parse_name(request.lora_name))
+                if adapter.manifest.digest != request.digest:
+                    raise Unavailable("The adapter's content changed while it was waited for.")
+            if not adapter.cached or self._fetcher is None:
+                return adapter.path
+            try:
+                return await held.enter_async_context(self._fetcher.lease(request.digest))
+            except NotCached:
+                adapter = None
+        raise self._unavailable("The cache of adapters is too small for what is asked of it.")
 
     async def repair(self, request: LoRARequest) -> bool:
-        """Whether files that turned out to be damaged were ours and can be fetched anew.
+        """Look again at files that turned out to be other than they were; whether it may help.
 
-        Folders of a source are not.
+        Content in the disk cache is hashed, and dropped where it has rotted, so that the next
+        lease fetches it again.
         """
-        return False
+        adapter = self._resolved.get((request.lora_name, request.digest))
+        if adapter is None or not adapter.cached or self._fetcher is None:
+            return False
+        return not await self._fetcher.repair(request.digest)
 
     def forget(self, name: AdapterName) -> None:
         """Drop "not found" of a name that has just been created."""
@@ -175,6 +211,8 @@ class LoRAResolverRegistry:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
+        if self._fetcher is not None:
+            await self._fetcher.close()
         for resolver in self._resolvers.values():
             await resolver.close()
 
@@ -226,17 +264,28 @@ class LoRAResolverRegistry:
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 async with self._turns.turn(scope.payer):
-                    resolver, found = await self._ask_in_order(principal, scope.name)
+                    found = await self._ask_in_order(principal, scope.name)
+            if found.description.name != scope.name:
+                self._note_alias(scope.name, found.description.name)
+            return await self._bring(found, scope)
         except TimeoutError:
-            raise self._unavailable("No source answered in time.") from None
-        if found.folder is None or found.manifest is None:
-            logger.error("resolver %s downloads, and there is no cache to put it", resolver.name)
-            raise self._unavailable("The server has no place for downloaded adapters.")
-        return ResolvedAdapter(found.name, found.folder, found.manifest, resolver.name)
+            down = self._unavailable("No source answered in time.")
+        except (AdapterNotFound, Forbidden):
+            await self._revoke(scope.name)
+            raise
+        except Unavailable as error:
+            down = error
+        cached = await self._cached(scope.name)
+        if cached is None or not may_use_source(principal, cached.source):
+            raise down
+        logger.warning("%s is served from the cache: %s", cached.name, down.message)
+        return cached
 
     async def _ask_in_order(self, principal: Principal, name: AdapterName) -> _Described:
         down = False
         for resolver in self._resolvers.values():
+            if not may_use_source(principal, resolver.name):
+                continue
             description = None
             try:
                 description = await self._ask(resolver, principal, name)
@@ -264,15 +313,50 @@ class LoRAResolverRegistry:
     async def _ask(
         self, resolver: LoRAResolver, principal: Principal, name: AdapterName
     ) -> AdapterDescription | None:
-        """Ask one source, within its own bound."""
+        """Ask one source, unless it was down a moment ago and the cache has the name."""
+        if self._clock() < self._down_until.get(resolver.name, 0.0) and (
+            await self._cached(name) is not None
+        ):
+            raise self._unavailable("The source was down a moment ago.")
         try:
             async with asyncio.timeout(self._settings.source_timeout_s):
-                return await resolver.resolve(principal, name, self._base)
+                description = await resolver.resolve(principal, name, self._base)
         except (TimeoutError, Unavailable) as error:
+            self._down_until[resolver.name] = self._clock() + self._settings.down_s
             logger.warning("resolver %s cannot tell about %s: %s", resolver.name, name, error)
             raise self._unavailable("The source cannot tell.") from None
+        self._down_until.pop(resolver.name, None)
+        return description
+
+    async def _bring(self, found: _Described, scope: _Scope) -> ResolvedAdapter:
+        resolver, description = found
+        if description.folder is not None and description.manifest is not None:
+            return ResolvedAdapter(
+                description.name, description.folder, description.manifest, resolver.name
+            )
+        if self._fetcher is None:
+            logger.error("resolver %s downloads, and there is no cache to put it", resolver.name)
+            raise self._unavailable("The server has no place for downloaded adapters.")
+        return await self._fetcher.fetch(resolver, description, scope.payer)
 
     # -- what is remembered -----------------------------------------------------------------------
+
+    async def _cached(self, name: AdapterName) -> ResolvedAdapter | None:
+        if self._fetcher is None:
+            return None
+        return await self._fetcher.cached(self._aliases.get(name, name))
+
+    async def _revoke(self, name: AdapterName) -> None:
+        """A source said no: what is cached under the name is not served any more either."""
+        self._aliases.pop(name, None)
+        if self._fetcher is not None:
+            await self._fetcher.forget(name)
+
+    def _note_alias(self, alias: AdapterName, exact: AdapterName) -> None:
+        self._aliases[alias] = exact
+        self._aliases.move_to_end(alias)
+        while len(self._aliases) > self._settings.max_resolved:
+            self._aliases.popitem(last=False)
 
     def _remember(self, adapter: ResolvedAdapter) -> None:
         key = (adapter.name.short, adapter.manifest.digest)
