@@ -13,13 +13,12 @@ from email.utils import parsedate_to_datetime
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from huggingface_hub.utils import parse_ratelimit_headers
 
 from mural_resolvers.errors import Forbidden, MuralError, Unavailable, UnusableAdapter, quoted
-from mural_resolvers.hub.places import COMMIT
 from mural_resolvers.resolver import SourceFile
 
 __all__ = [
+    "COMMIT",
     "Revision",
     "TreeEntry",
     "Unreadable",
@@ -28,6 +27,7 @@ __all__ = [
     "parse_tree",
     "refusal",
     "source_file",
+    "unique_paths",
 ]
 
 T = TypeVar("T")
@@ -37,7 +37,11 @@ MAX_BLOB_BYTES = 16 << 20
 
 _MAX_RETRY_AFTER_S = 3600.0
 _RETRY_AFTER_S = 2.0
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+# draft-ietf-httpapi-ratelimit-headers: the seconds until the window begins anew.
+_RATE_LIMIT = re.compile(r'"[^"]*"\s*;\s*r=\d+\s*;\s*t=(\d{1,9})')
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 
 
@@ -102,8 +106,8 @@ def _retry_after_s(headers: Mapping[str, str], now: datetime) -> float:
     elif text:
         wait_s = _seconds_until(text, now)
     else:
-        limit = parse_ratelimit_headers(headers)
-        wait_s = _RETRY_AFTER_S if limit is None else float(limit.reset_in_seconds)
+        limit = _RATE_LIMIT.search(headers.get("ratelimit", ""))
+        wait_s = _RETRY_AFTER_S if limit is None else float(limit[1])
     return min(max(wait_s, 1.0), _MAX_RETRY_AFTER_S)
 
 

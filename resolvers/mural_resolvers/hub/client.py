@@ -72,13 +72,13 @@ class HubClient:
     def __init__(self, settings: HubSettings) -> None:
         self._settings = settings
         self._endpoint = httpx2.URL(settings.endpoint.rstrip("/"))
-        verify = _tls(settings)
+        tls = _tls(settings)
         limits = httpx2.Limits(
             max_connections=settings.max_connections, keepalive_expiry=_KEEP_ALIVE_S
         )
         self._proxies = {s: url for s, url in getproxies().items() if s in ("http", "https")}
         self._transports = {
-            proxy: _transport(verify, limits, proxy) for proxy in (None, *self._proxies.values())
+            proxy: _transport(tls, limits, proxy) for proxy in (None, *self._proxies.values())
         }
         self._timeout = httpx2.Timeout(
             settings.read_timeout_s,
@@ -248,16 +248,16 @@ class HubClient:
         else:
             # Never down from https, and over plain HTTP to nobody whom the operator has not named.
             known = target.scheme == url.scheme == "http" and (home or listed)
-        if not known or target.userinfo:
+        if not known or target.userinfo or not 0 < (target.port or 80) < 1 << 16:
             where = f"{target.scheme}://{target.host}"
             logger.error("hub %s redirects to %s", self._settings.name, quoted(where, 200))
             raise Unavailable("The hub redirects to a place that is not allowed.")
         return target
 
 
-def _tls(settings: HubSettings) -> ssl.SSLContext | bool:
+def _tls(settings: HubSettings) -> ssl.SSLContext:
     if settings.ca_bundle is None:
-        return True
+        return httpx2.create_ssl_context()
     try:
         return ssl.create_default_context(cafile=settings.ca_bundle)
     except OSError:
@@ -265,10 +265,10 @@ def _tls(settings: HubSettings) -> ssl.SSLContext | bool:
 
 
 def _transport(
-    verify: ssl.SSLContext | bool, limits: httpx2.Limits, proxy: str | None
+    tls: ssl.SSLContext, limits: httpx2.Limits, proxy: str | None
 ) -> httpx2.AsyncHTTPTransport:
     try:
-        return httpx2.AsyncHTTPTransport(verify=verify, limits=limits, proxy=proxy)
+        return httpx2.AsyncHTTPTransport(verify=tls, limits=limits, proxy=proxy)
     except (ImportError, ValueError, httpx2.InvalidURL):
         raise InvalidInput("The environment's proxy is not one that a hub can use.") from None
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING
 
 from mural_resolvers.errors import Conflict, Unavailable
 from mural_resolvers.hub.answers import Unreadable, content_range
-from mural_resolvers.hub.client import HubResponse
 from mural_resolvers.resolver import SourceFile
+
+if TYPE_CHECKING:
+    from mural_resolvers.hub.client import HubResponse
 
 __all__ = ["byte_range", "read_window"]
 
@@ -35,6 +38,7 @@ async def read_window(
     at = _begins_at(response, file, start, stop)
     blob = None if file.sha256 is not None else _blob_hash(file.size)
     end = file.size if blob is not None else stop
+    has_more = response.status == 200 and end < file.size
     async with aclosing(response.pieces()) as pieces:
         async for piece in pieces:
             if at + len(piece) > (file.size if response.status == 200 else stop):
@@ -45,7 +49,8 @@ async def read_window(
             at += len(piece)
             if wanted:
                 yield wanted
-            if at >= end and blob is None and response.status == 200:
+            # Otherwise the body is read to its end, so that the connection can be used again.
+            if at >= end and has_more:
                 break
     if at < end:
         raise Unavailable("The hub broke off.")

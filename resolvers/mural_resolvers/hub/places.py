@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from string import Formatter
 from typing import NamedTuple
 
@@ -10,12 +9,11 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from mural_resolvers.errors import InvalidInput, MalformedName, quoted
+from mural_resolvers.hub.answers import COMMIT
 from mural_resolvers.hub.settings import HubSettings
 from mural_resolvers.names import LATEST, AdapterName, is_version, parse_name
 
-__all__ = ["COMMIT", "Place", "Places"]
-
-COMMIT = re.compile(r"[0-9a-f]{40}")
+__all__ = ["Place", "Places"]
 
 _MAIN = "main"
 _FIELDS = frozenset({"tenant", "adapter", "version"})

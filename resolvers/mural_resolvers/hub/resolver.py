@@ -17,6 +17,14 @@ from typing import TYPE_CHECKING
 from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.digest import BIN_WEIGHTS_FILE, WEIGHTS_FILE, choose_engine_files
 from mural_resolvers.errors import AdapterNotFound, Conflict, InvalidInput, Unavailable, quoted
+from mural_resolvers.hub.answers import (
+    COMMIT,
+    Unreadable,
+    refusal,
+    source_file,
+    unique_paths,
+)
+from mural_resolvers.hub.content import byte_range, read_window
 from mural_resolvers.hub.settings import HubSettings
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.names import AdapterName
@@ -78,8 +86,6 @@ class HubResolver(LoRAResolver):
         of the last piece; ``Forbidden``; ``AdapterNotFound`` for what has been deleted since;
         ``Unavailable``.
         """
-        from mural_resolvers.hub.content import byte_range, read_window
-
         place = self._places.find(adapter.name)
         if place is None:
             raise AdapterNotFound(f"The hub has no place for {adapter.name}.")
@@ -97,6 +103,8 @@ class HubResolver(LoRAResolver):
         revision = await self._client.revision(place.repo, place.revision)
         if revision is None:
             return None
+        if COMMIT.fullmatch(place.revision) and revision.sha != place.revision:
+            raise Unreadable("The hub answers with another commit than was asked for.")
         if revision.id.casefold() != place.repo.casefold():
             # A renamed repository answers under its new name, which may be anybody's.
             logger.warning(
@@ -114,8 +122,6 @@ class HubResolver(LoRAResolver):
 
     async def _files(self, repo: str, commit: str) -> tuple[SourceFile, ...] | None:
         """The adapter's files at a commit, once the hub has granted their content."""
-        from mural_resolvers.hub.answers import source_file, unique_paths
-
         entries = await self._client.tree(repo, commit)
         if entries is None:
             return None
@@ -128,8 +134,6 @@ class HubResolver(LoRAResolver):
 
     def _check_content(self, response: HubResponse, adapter: AdapterDescription) -> None:
         """Raise what a response that has not the content means."""
-        from mural_resolvers.hub.answers import refusal
-
         if response.status in (200, 206):
             commit = response.headers.get("x-repo-commit", adapter.revision)
             if response.at_hub and commit != adapter.revision:
@@ -146,6 +150,7 @@ class HubResolver(LoRAResolver):
 
 
 def _connect(settings: HubSettings) -> tuple[Places, HubClient]:
+    # Only here: these two need packages that not every installation has.
     try:
         from mural_resolvers.hub.client import HubClient
         from mural_resolvers.hub.places import Places
