@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mural_resolvers.errors import InvalidInput, quoted
-from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import AdapterName
 from mural_resolvers.versions import AliasTarget
@@ -27,7 +25,6 @@ __all__ = [
     "Aliases",
     "Progress",
     "StoredVersion",
-    "open_store",
 ]
 
 ALIASES_FILE = "_aliases.json"
@@ -131,19 +128,3 @@ class AdapterStore(ABC):
     async def close(self) -> None:
         """Let go of connections."""
         return
-
-
-def open_store(location: str, limits: AdapterLimits = DEFAULT_LIMITS) -> AdapterStore:
-    """The store at a directory's path (or ``file://`` URL); raise ``InvalidInput`` for no such.
-
-    Nothing of it is read yet. Each kind of store is imported only where it is asked for.
-    """
-    scheme, colon, rest = location.partition("://")
-    if not colon or scheme == "file":
-        path = rest if colon else location
-        if not path or not Path(path).is_dir():
-            raise InvalidInput(f"There is no folder {quoted(path)} to be a store.")
-        from mural_resolvers.directory_store import DirectoryStore
-
-        return DirectoryStore(Path(path), limits)
-    raise InvalidInput(f"{quoted(scheme + '://')} is no kind of store: give a folder's path.")

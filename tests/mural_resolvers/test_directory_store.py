@@ -30,7 +30,8 @@ from mural_resolvers.errors import (
 )
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 from mural_resolvers.names import AdapterName, parse_name
-from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion, open_store
+from mural_resolvers.open_store import open_store
+from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import AliasTarget
 
