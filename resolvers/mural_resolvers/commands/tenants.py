@@ -15,7 +15,14 @@ from mural_resolvers.errors import InvalidInput, quoted
 from mural_resolvers.names import is_tenant
 from mural_resolvers.tenants import KeyRecord, Tenant, TenantsConfig, mint_key, read_tenants
 from mural_resolvers.tenants.config import MAX_NOTE_CHARS, parse_moment, parse_tenants
-from mural_resolvers.tenants.edit import add_key, add_tenant, key_yaml, remove_key, rewrite
+from mural_resolvers.tenants.edit import (
+    add_key,
+    add_tenant,
+    key_yaml,
+    remove_key,
+    rewrite,
+    says_nothing,
+)
 
 __all__ = ["TenantsCommand", "tenants"]
 
@@ -137,17 +144,18 @@ def _expiry(text: str, now: datetime) -> datetime:
 
 
 def _extended(text: str, tenant: str | None, record: KeyRecord, *, new: bool) -> str:
-    if tenant is None and not text.strip():
-        text = f"{text}tenants: []\n"
+    if says_nothing(text):
+        if tenant is None:
+            text = f"{text}tenants: []\n"
+        elif not new:
+            raise InvalidInput("The file is absent or says nothing: begin it with --new-tenant.")
     if tenant is not None and new and not _has(text, tenant):
         text = add_tenant(text, tenant)
-    elif not text.strip():
-        raise InvalidInput("There is no such file, or nothing in it: begin it with --new-tenant.")
     return add_key(text, tenant, record)
 
 
 def _has(text: str, tenant: str) -> bool:
-    return bool(text.strip()) and parse_tenants(text.encode()).find(tenant) is not None
+    return not says_nothing(text) and parse_tenants(text.encode()).find(tenant) is not None
 
 
 def _list(config: TenantsConfig, now: datetime, *, as_json: bool) -> int:

@@ -18,9 +18,10 @@ from pathlib import Path
 import yaml
 
 from mural_resolvers.errors import InvalidInput, quoted
+from mural_resolvers.strict_yaml import parse_yaml
 from mural_resolvers.tenants.config import KeyRecord, Tenant, TenantsConfig, parse_tenants
 
-__all__ = ["add_key", "add_tenant", "key_yaml", "remove_key", "rewrite"]
+__all__ = ["add_key", "add_tenant", "key_yaml", "remove_key", "rewrite", "says_nothing"]
 
 ADMIN_KEYS = "admin_keys"
 
@@ -73,10 +74,11 @@ def add_key(text: str, tenant: str | None, key: KeyRecord) -> str:
 
 def add_tenant(text: str, tenant: str) -> str:
     """Give the file's text with one more tenant, which has nothing yet."""
-    before = parse_tenants(text.encode()) if text.strip() else TenantsConfig()
+    if says_nothing(text):
+        begun = _after_line(text, len(text), f"tenants:\n  - id: '{tenant}'\n")
+        return _checked(begun, TenantsConfig((Tenant(tenant),)))
+    before = parse_tenants(text.encode())
     wanted = replace(before, tenants=(*before.tenants, Tenant(tenant)))
-    if not text.strip():
-        return _checked(f"{text}tenants:\n  - id: {tenant}\n", wanted)
     tenants = _value(_root(text), "tenants")
     assert isinstance(tenants, yaml.SequenceNode)
     if tenants.flow_style:
@@ -86,6 +88,11 @@ def add_tenant(text: str, tenant: str) -> str:
         indent = " " * tenants.start_mark.column
         changed = _after_line(text, _end(tenants.value[-1]), f"{indent}- id: '{tenant}'\n")
     return _checked(changed, wanted)
+
+
+def says_nothing(text: str) -> bool:
+    """Tell whether a file has comments at most."""
+    return parse_yaml(text.encode()) is None
 
 
 def remove_key(text: str, key_id: str) -> str:
@@ -144,7 +151,9 @@ def _end(node: yaml.Node) -> int:
     while isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         node = last[1] if isinstance(last, tuple) else last
-    return int(node.end_mark.index)
+    # A block scalar ends behind its last line's end.
+    behind = isinstance(node, yaml.ScalarNode) and node.style in ("|", ">")
+    return int(node.end_mark.index) - behind
 
 
 def _line_end(text: str, at: int) -> int:
@@ -154,7 +163,7 @@ def _line_end(text: str, at: int) -> int:
 
 def _after_line(text: str, at: int, line: str) -> str:
     end = _line_end(text, at)
-    gap = "" if text[:end].endswith("\n") else "\n"
+    gap = "" if not text[:end] or text[:end].endswith("\n") else "\n"
     return text[:end] + gap + line + text[end:]
 
 
@@ -239,7 +248,7 @@ def rewrite(path: Path, change: Callable[[str], str]) -> None:
                 with path.open(encoding="utf-8", newline="") as file:
                     old = file.read()
             _replace(path, change(old), mode, status)
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise InvalidInput(f"{path}: this is not UTF-8.") from None
     except OSError as error:
         raise InvalidInput(f"{path}: {error.strerror}.") from None

@@ -1,0 +1,58 @@
+"""YAML as settings need it; the oracle for everything else is PyYAML's own loader."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from mural_resolvers.errors import InvalidInput
+from mural_resolvers.strict_yaml import parse_yaml
+
+
+def test_a_scalar_stays_the_text_that_was_written() -> None:
+    text = b"[no, 0o17, 12:30:45, 1e3, 2027-01-01, .5, 'null', \"~\", 0x1F]"
+
+    assert parse_yaml(text) == [
+        *("no", "0o17", "12:30:45", "1e3", "2027-01-01", ".5", "null", "~", "0x1F")
+    ]
+
+
+def test_what_stands_empty_is_none() -> None:
+    assert parse_yaml(b"a:\nb: ~\nc: null\nd: ''\n") == {"a": None, "b": None, "c": None, "d": ""}
+    assert parse_yaml(b"# nothing\n") is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: [b, {c: d}]",
+        "a: |\n  b\n  c\n",
+        "- a\n- - b\n  - c\n",
+        'é: "\\u00e9"',
+        "{a: &x b, c: *x}",
+    ],
+)
+def test_structure_is_what_pyyaml_reads(text: str) -> None:
+    assert parse_yaml(text.encode()) == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (b"a: 1\nb:\n  c: 1\n  c: 2\n", "^Line 3, column 3: a key stands twice"),
+        (b"a: [\n", "^Line 2, column 1"),
+        (b"\tb: 1", "^Line 1"),
+        (b"a\n---\nb", "^Line 2"),
+        (b"a: \xff", "UTF-8"),
+        (b"a: \x00", "."),
+        (b"[" * 100_000, "."),
+        (b"[" * 5_000 + b"]" * 5_000, "."),
+    ],
+)
+def test_the_line_of_an_error_is_told(text: bytes, told: str) -> None:
+    with pytest.raises(InvalidInput, match=told):
+        parse_yaml(text)
+
+
+def test_a_tag_makes_no_object() -> None:
+    assert parse_yaml(b"!!python/object/apply:os.system [id]") == ["id"]
