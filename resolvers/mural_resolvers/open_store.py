@@ -27,7 +27,7 @@ def open_store(location: str, limits: AdapterLimits = DEFAULT_LIMITS) -> Adapter
     scheme, colon, _ = location.partition("://")
     match scheme if colon else "":
         case "":
-            return _open_directory(Path(location), limits)
+            return _open_directory(location, limits)
         case "file":
             return _open_directory(_local_path(location), limits)
         case "s3":
@@ -39,20 +39,20 @@ def open_store(location: str, limits: AdapterLimits = DEFAULT_LIMITS) -> Adapter
             )
 
 
-def _open_directory(path: Path, limits: AdapterLimits) -> AdapterStore:
+def _open_directory(path: str, limits: AdapterLimits) -> AdapterStore:
     # Made by nobody here: a path that was mistyped would be a new, empty store.
-    if not path.is_dir():
-        raise InvalidInput(f"There is no folder {quoted(str(path))} to be a store.")
+    if not path or not Path(path).is_dir():
+        raise InvalidInput(f"There is no folder {quoted(path)} to be a store.")
     from mural_resolvers.directory_store import DirectoryStore
 
-    return DirectoryStore(path, limits)
+    return DirectoryStore(Path(path), limits)
 
 
-def _local_path(url: str) -> Path:
+def _local_path(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path or parts.query or parts.fragment:
         raise InvalidInput("A folder's URL is file:// and its whole path: file:///srv/adapters.")
-    return Path(unquote(parts.path))
+    return unquote(parts.path)
 
 
 def _open_s3(url: str, limits: AdapterLimits) -> AdapterStore:
