@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mural_resolvers.digest import max_file_bytes
-from mural_resolvers.disk_cache import CachedVersion, DiskCache, Staging
+from mural_resolvers.disk_cache import CachedVersion, CacheUsage, DiskCache, Staging
 from mural_resolvers.download import Downloader
 from mural_resolvers.errors import (
     Conflict,
@@ -128,9 +128,12 @@ class AdapterFetcher:
         return tuple(replace(fetch) for fetch in self._under_way.values())
 
     @property
-    def cache(self) -> DiskCache:
-        """Where the content is kept."""
-        return self._cache
+    def usage(self) -> CacheUsage | None:
+        """What the cache holds, from its own notes; None while the disk cannot tell."""
+        try:
+            return self._cache.usage()
+        except Unavailable:
+            return None
 
     async def cached(self, name: AdapterName) -> ResolvedAdapter | None:
         """What the cache has under an exact name, whatever the sources say now."""

@@ -126,6 +126,20 @@ class LoRAResolverRegistry:
         self._aliases: OrderedDict[AdapterName, AdapterName] = OrderedDict()
         self._closed = False
 
+    @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources, in the order in which they are asked."""
+        return tuple(self._resolvers)
+
+    @property
+    def fetcher(self) -> AdapterFetcher | None:
+        """What downloads, and the cache behind it; None where no source needs it."""
+        return self._fetcher
+
+    def is_down(self, source: str) -> bool:
+        """Whether a source could not tell when it was last asked, a moment ago."""
+        return self._clock() < self._down_until.get(source, 0.0)
+
     async def get(self, principal: Principal, name: AdapterName) -> LoRARequest:
         """Find an adapter that the principal may use, and have its files on this machine.
 
@@ -282,7 +296,7 @@ class LoRAResolverRegistry:
         return cached
 
     async def _ask_in_order(self, principal: Principal, name: AdapterName) -> _Described:
-        down = False
+        down: list[float] = []
         for resolver in self._resolvers.values():
             if not may_use_source(principal, resolver.name):
                 continue
@@ -291,40 +305,40 @@ class LoRAResolverRegistry:
                 description = await self._ask(resolver, principal, name)
             except AdapterNotFound:
                 continue
-            except Unavailable:
-                down = True
+            except Unavailable as error:
+                down.append(error.retry_after_s or self._settings.retry_after_s)
             except MuralError:
                 raise
             except Exception:
                 # A source that fails in a way it does not know is down, and says nothing of
                 # whether the adapter exists. The user is not told what it was.
                 logger.exception("resolver %s failed on %s", resolver.name, name)
-                down = True
+                down.append(self._settings.retry_after_s)
             if description is None:
                 continue
             if _names_the_same(description.name, name):
                 return _Described(resolver, description)
             logger.error("resolver %s gave %s for %s", resolver.name, description.name, name)
-            down = True
+            down.append(self._settings.retry_after_s)
         if down:
-            raise self._unavailable("A source of adapters cannot be reached.")
+            raise Unavailable("A source of adapters cannot be reached.", retry_after_s=min(down))
         raise _not_found(name)
 
     async def _ask(
         self, resolver: LoRAResolver, principal: Principal, name: AdapterName
     ) -> AdapterDescription | None:
         """Ask one source, unless it was down a moment ago and the cache has the name."""
-        if self._clock() < self._down_until.get(resolver.name, 0.0) and (
-            await self._cached(name) is not None
-        ):
+        if self.is_down(resolver.name) and await self._cached(name) is not None:
             raise self._unavailable("The source was down a moment ago.")
         try:
             async with asyncio.timeout(self._settings.source_timeout_s):
                 description = await resolver.resolve(principal, name, self._base)
         except (TimeoutError, Unavailable) as error:
             self._down_until[resolver.name] = self._clock() + self._settings.down_s
-            logger.warning("resolver %s cannot tell about %s: %s", resolver.name, name, error)
-            raise self._unavailable("The source cannot tell.") from None
+            told = "no answer in time" if isinstance(error, TimeoutError) else error
+            logger.warning("resolver %s cannot tell about %s: %s", resolver.name, name, told)
+            wait_s = getattr(error, "retry_after_s", None) or self._settings.retry_after_s
+            raise Unavailable("The source cannot tell.", retry_after_s=wait_s) from None
         self._down_until.pop(resolver.name, None)
         return description
 

@@ -264,6 +264,30 @@ def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
         "(default: none)",
     )
     group.add_argument(
+        "--adapter-source",
+        action="append",
+        metavar="URL",
+        help="where adapters come from: s3://bucket/prefix?endpoint_url=…, "
+        "hub+https://host?organisations=…, or a folder; may be repeated: asked in that order",
+    )
+    group.add_argument(
+        "--adapter-sources",
+        metavar="FILE",
+        help="all sources, the cache and its bounds in a YAML file, in place of --adapter-source",
+    )
+    group.add_argument(
+        "--adapter-cache-dir",
+        metavar="DIR",
+        help="keeps what is downloaded; servers of one machine may share it "
+        "(default: ~/.cache/mural/adapters)",
+    )
+    group.add_argument(
+        "--adapter-cache-bytes",
+        type=_size,
+        metavar="BYTES",
+        help="its quota (default 10Gi)",
+    )
+    group.add_argument(
         "--allowed-adapter-path",
         action="append",
         metavar="DIR",

@@ -6,13 +6,20 @@ Names are vLLM's where vLLM has one; a field says its unit in its name where it 
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from mural_resolvers.errors import MalformedName
+from mural_resolvers.errors import MalformedName, MuralError
 from mural_resolvers.names import validate_admin_name
+from mural_resolvers.sources import (
+    SourcesConfig,
+    directory_source,
+    parse_source,
+    read_sources,
+)
 
 __all__ = [
     "AuthMode",
@@ -234,6 +241,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     lora_modules: tuple[LoRAModule, ...] = ()
     adapter_dir: str | None = None
     """Root of ``tenant/adapter/version/`` folders."""
+    adapter_source: tuple[str, ...] = ()
+    """Sources as URLs (``s3://…``, ``hub+https://…``, a folder), asked in this order."""
+    adapter_sources: str | None = None
+    """A YAML file of sources, cache and bounds, in place of ``adapter_source``."""
+    adapter_cache_dir: str | None = None
+    """Where downloaded adapters are kept; None: what the file says, or the user's cache folder."""
+    adapter_cache_bytes: int | None = None
+    """None: what the file says, or 10 GiB."""
     allowed_adapter_path: tuple[str, ...] = ()
     """Folders beside ``adapter_dir`` from which the load endpoint may take an adapter."""
     auth: AuthMode | None = None
@@ -312,6 +327,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                     ("--ssl-keyfile", self.ssl_keyfile),
                     ("--chat-template", self.chat_template),
                     ("--tenants-file", self.tenants_file),
+                    ("--adapter-sources", self.adapter_sources),
                 )
             ),
         )
@@ -319,6 +335,15 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def _auth_rules(self) -> tuple[tuple[bool, str], ...]:
         has_keys = bool(self.api_key or self.tenants_file)
         return (
+            (
+                not (self.adapter_source and self.adapter_sources),
+                "Sources are given one by one with --adapter-source, or all in the file of "
+                "--adapter-sources: leave one of them out.",
+            ),
+            (
+                self.adapter_cache_bytes is None or self.adapter_cache_bytes > 0,
+                f"adapter_cache_bytes is {self.adapter_cache_bytes}: set it above 0.",
+            ),
             (
                 self.auth != "keys" or has_keys,
                 "--auth keys needs keys: give --tenants-file or --api-key.",
@@ -362,6 +387,25 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 for folder in folders
             ),
         )
+
+    def sources(self) -> SourcesConfig:
+        """Where adapters come from; raises `SettingsError` naming what is wrong.
+
+        The directory is asked first, since it needs no download.
+        """
+        try:
+            config = SourcesConfig()
+            if self.adapter_sources is not None:
+                config = read_sources(Path(self.adapter_sources))
+            urls = tuple(parse_source(url) for url in self.adapter_source)
+        except MuralError as error:
+            raise SettingsError(f"{error.message}") from None
+        first = (directory_source(self.adapter_dir),) if self.adapter_dir else ()
+        told = {"path": self.adapter_cache_dir, "quota": self.adapter_cache_bytes}
+        cache = msgspec.structs.replace(
+            config.cache, **{name: value for name, value in told.items() if value is not None}
+        )
+        return replace(config, resolvers=(*first, *urls, *config.resolvers), cache=cache)
 
     def _check_names(self) -> None:
         for name in self.served_model_name:

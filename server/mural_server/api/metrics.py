@@ -10,13 +10,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from mural_resolvers.audit import AuditLog
+from mural_resolvers.disk_cache import CacheUsage
+from mural_resolvers.fetcher import AdapterFetcher
+from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_server.api.admission import Admission
 from mural_server.api.traffic import LabelledTokens, Traffic
 from mural_server.catalog import AdapterCatalog
 from mural_server.engine.client import EngineClient
 
-__all__ = ["AccessCollector", "Metrics"]
+__all__ = ["AccessCollector", "Metrics", "SourcesCollector"]
 
 FIRST_TOKEN_BUCKETS_S = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -284,3 +287,68 @@ class AccessCollector(Collector):
             "When the content in force was read.",
             value=numbers.loaded_at.timestamp(),
         )
+
+
+class SourcesCollector(Collector):
+    """What downloads cost, and what the disk cache holds."""
+
+    def __init__(self, registry: LoRAResolverRegistry) -> None:
+        self._registry = registry
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        down = GaugeMetricFamily(
+            "mural:adapter_source_down",
+            "1 while a source of adapters could not be asked a moment ago.",
+            labels=["source"],
+        )
+        for name in self._registry.source_names:
+            down.add_metric([name], float(self._registry.is_down(name)))
+        yield down
+        fetcher = self._registry.fetcher
+        if fetcher is not None:
+            yield from _fetches(fetcher)
+            yield from _cache(fetcher.usage)
+
+
+def _fetches(fetcher: AdapterFetcher) -> Iterator[Metric]:
+    counts, under_way = fetcher.counts, fetcher.under_way
+    fetches = CounterMetricFamily(
+        "mural:adapter_fetches",
+        "Described versions, by how they came onto this machine.",
+        labels=["result"],
+    )
+    fetches.add_metric(["cached"], counts.hits)
+    fetches.add_metric(["downloaded"], counts.downloads)
+    fetches.add_metric(["failed"], counts.failures)
+    fetches.add_metric(["rate_limited"], counts.rate_limited)
+    yield fetches
+    yield CounterMetricFamily(
+        "mural:adapter_downloaded_bytes",
+        "Bytes of whole versions that were downloaded.",
+        value=counts.downloaded_bytes,
+    )
+    yield GaugeMetricFamily(
+        "mural:adapter_downloads_running", "Downloads that run now.", value=len(under_way)
+    )
+    yield GaugeMetricFamily(
+        "mural:adapter_downloads_missing_bytes",
+        "Bytes that the running downloads still have to bring.",
+        value=sum(fetch.total - fetch.done for fetch in under_way),
+    )
+
+
+def _cache(usage: CacheUsage | None) -> Iterator[Metric]:
+    if usage is None:
+        return
+    yield GaugeMetricFamily(
+        "mural:adapter_cache_bytes", "Bytes in the disk cache.", value=usage.bytes
+    )
+    yield GaugeMetricFamily(
+        "mural:adapter_cache_quota_bytes", "The disk cache's quota.", value=usage.quota
+    )
+    yield GaugeMetricFamily(
+        "mural:adapter_cache_versions", "Versions in the disk cache.", value=usage.versions
+    )

@@ -19,11 +19,11 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from mural_resolvers.audit import AuditLog
-from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import MuralError
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
+from mural_resolvers.sources import open_registry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_server.api.admission import Admission
 from mural_server.api.app import create_app
@@ -31,7 +31,7 @@ from mural_server.api.auth import Authenticator
 from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
 from mural_server.api.control import create_control_app
 from mural_server.api.http_protocol import OpenAIHttpProtocol
-from mural_server.api.metrics import AccessCollector, Metrics
+from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed
@@ -94,15 +94,7 @@ async def build_state(
     auth = _authenticator(settings)
     limits = AdapterLimits(admit_bin=allow_bin_adapters)
     ids = LoRAIdAllocator()
-    resolvers = (
-        [DirectoryResolver(Path(settings.adapter_dir), limits)] if settings.adapter_dir else []
-    )
-    registry = LoRAResolverRegistry(
-        resolvers,
-        client.info.base_spec,
-        ids,
-        RegistrySettings(timeout_s=settings.adapter_wait_s),
-    )
+    registry = _registry(settings, client, ids, limits)
     roots = [*([settings.adapter_dir] if settings.adapter_dir else ())]
     catalog = AdapterCatalog(
         client,
@@ -130,6 +122,7 @@ async def build_state(
         client, catalog, admission, Traffic(), max_adapter_labels=settings.metrics_adapters
     )
     metrics.add(AccessCollector(auth.tenants, accounts, audit))
+    metrics.add(SourcesCollector(registry))
     watching = None if auth.tenants is None else asyncio.create_task(auth.tenants.watch())
     try:
         yield AppState(
@@ -154,6 +147,22 @@ async def build_state(
         await registry.close()
         await templates.close()
         texts.close()
+
+
+def _registry(
+    settings: ServerSettings, client: EngineClient, ids: LoRAIdAllocator, limits: AdapterLimits
+) -> LoRAResolverRegistry:
+    """The sources and the cache in front of them; the cache is swept here, once."""
+    try:
+        return open_registry(
+            settings.sources(),
+            client.info.base_spec,
+            ids,
+            RegistrySettings(timeout_s=settings.adapter_wait_s),
+            limits,
+        )
+    except MuralError as error:
+        raise SettingsError(f"adapters: {error.message}") from None
 
 
 # -- starting -------------------------------------------------------------------------------------
@@ -265,11 +274,11 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
     if info.max_loras:
         logger.info(
             "adapters from %s; %d names registered",
-            settings.adapter_dir or "no directory",
+            state.catalog.sources or "no source",
             len(settings.lora_modules),
         )
-    elif settings.adapter_dir:
-        logger.warning("--adapter-dir serves nothing: adapters are off (--no-enable-lora)")
+    elif state.catalog.sources:
+        logger.warning("no adapter is served from anywhere: they are off (--no-enable-lora)")
     if settings.resolved_auth == "open":
         reach = "this machine" if is_loopback(settings.resolved_host) else "THE NETWORK"
         logger.info("auth open: no key is asked for, and %s can reach the port", reach)
