@@ -293,6 +293,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             if not ok:
                 raise SettingsError(message)
         self._check_names()
+        self.sources()
 
     def _network_rules(self) -> tuple[tuple[bool, str], ...]:
         return (
