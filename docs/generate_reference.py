@@ -17,6 +17,7 @@ from typing import cast, get_args
 from prometheus_client.parser import text_string_to_metric_families
 
 from mural_resolvers import errors
+from mural_resolvers.commands.adapters import adapters
 from mural_resolvers.errors import MuralError
 from mural_server import catalog, settings
 from mural_server.api import errors as api_errors
@@ -83,8 +84,36 @@ def cli_page() -> str:
         if rows:
             title = "Model path" if group.title == "positional arguments" else group.title or ""
             parts += [f"## {title[:1].upper()}{title[1:]}\n", _table(("Flag", "Meaning"), rows)]
-    parts.append(ENVIRONMENT)
-    return "\n".join(parts)
+    return "\n".join([*parts, *_adapters_parts(), ENVIRONMENT])
+
+
+ADAPTERS = """\
+## Adapters from the command line: `mural adapters`
+
+[Publish an adapter](../how-to/publish-an-adapter.md) shows it at work. Exit status: 0 done, 1 \
+refused or failed (the reason is on stderr), 2 wrong usage. A progress bar is drawn on stderr \
+where that is a terminal. With `--json` a failure is \
+`{"error": {"message", "type", "param", "code"}}` with [the API's codes](errors.md). Every action \
+takes:
+"""
+
+
+def _adapters_parts() -> Iterator[str]:
+    """The actions of ``mural adapters``: what all take, then what each takes and prints."""
+    parser = argparse.ArgumentParser(prog="mural adapters")
+    adapters.add_arguments(parser)
+    (actions,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    shared = {"--help", "--json", "--store", "--api-key-file"}
+    head = ("Argument", "Meaning")
+    yield ADAPTERS
+    common = actions.choices["ls"]._actions
+    yield _table(head, [_flag_row(a) for a in common if shared.intersection(a.option_strings)][1:])
+    for name, action in actions.choices.items():
+        yield f"### `mural adapters {name}`\n\n{action.description}\n"
+        rows = [_flag_row(a) for a in action._actions if not shared.intersection(a.option_strings)]
+        yield _table(head, rows)
+        keys = " ".join((action.epilog or "").partition(". What fails")[0].split())
+        yield f"{keys.replace('--json prints one object:', '`--json` prints')}.\n"
 
 
 ENVIRONMENT = """\
@@ -93,6 +122,7 @@ ENVIRONMENT = """\
 | Variable | Stands for |
 |---|---|
 | `MURAL_API_KEY` | one more `--api-key`, kept out of the list of processes |
+| `MURAL_STORE` | `--store` of `mural adapters` |
 | `MURAL_CONTROL_TOKEN` | the control API's token, as `--control-token-file` |
 | `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` | `--allow-runtime-lora-updating` |
 
@@ -100,9 +130,6 @@ ENVIRONMENT = """\
 
 | Command | Does |
 |---|---|
-| `mural adapters inspect PATH [--base-spec JSON] [--admit-bin]` | prints files, digest and facts \
-of an adapter's folder, and whether it can be served |
-| `mural adapters list ROOT` | lists the versions in a directory of adapters |
 | `mural tenants key TENANT [--admin] [--weight W] [--grant GLOB]` | makes an API key and the \
 record for the key file |
 | `mural --version` | prints the version |
@@ -110,14 +137,19 @@ record for the key file |
 
 
 def _flag_row(action: argparse.Action) -> tuple[str, str]:
-    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or _metavar(action)
     value = ""
     if action.choices is not None:
         value = " " + " \\| ".join(f"`{choice}`" for choice in action.choices)
     elif action.nargs != 0 and action.option_strings:
-        metavar = action.metavar or action.dest.upper()
-        value = f" `{metavar}{' …' if action.nargs == '+' else ''}`"
+        value = f" {_metavar(action)}"
     return names + value, _cell(action.help or "")
+
+
+def _metavar(action: argparse.Action) -> str:
+    metavar = str(action.metavar or action.dest.upper())
+    # A pipe inside a code span of a table cannot be escaped.
+    return f"`{metavar}{' …' if action.nargs == '+' else ''}`".replace("|", "` or `")
 
 
 # Settings

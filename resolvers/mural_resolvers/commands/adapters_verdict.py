@@ -29,6 +29,7 @@ from mural_resolvers.digest import FileEntry
 from mural_resolvers.errors import InvalidInput, MalformedName, quoted
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.names import AdapterName, parse_name
+from mural_resolvers.peft import AdapterPlan
 
 __all__ = ["add_inspect", "add_verify"]
 
@@ -243,11 +244,16 @@ def _praise(judgement: Judgement, base: BaseSpec | None) -> str:
         return "no unsupported feature; a pickle's tensors are checked when it is loaded"
     if base is None:
         return (
-            f"no unsupported feature in {len(plan.modules)} modules; give --base to check it "
+            f"no unsupported feature in {_modules(plan)}; give --base to check it "
             "against a base model"
         )
     copies = f", {len(plan.base_copies)} copies of base tensors" if plan.base_copies else ""
     return (
-        f"fits {quoted(base.model_names[0])}: {len(plan.modules)} modules, rank {plan.max_rank}, "
+        f"fits {quoted(base.model_names[0])}: {_modules(plan)}, rank {plan.max_rank}, "
         f"{plan.num_bytes:,} bytes{copies}"
     )
+
+
+def _modules(plan: AdapterPlan) -> str:
+    count = len(plan.modules)
+    return "1 module" if count == 1 else f"{count} modules"
