@@ -127,8 +127,8 @@ def truth(peft_oracle) -> Truth:
 class HeldLoader:
     """Reads in this process, when told to: loads end late, in any order, or fail."""
 
-    def __init__(self, base_spec, options, *, base_digest, nice) -> None:
-        del nice
+    def __init__(self, base_spec, options, *, base_digest, nice, eager=True) -> None:
+        del nice, eager
         self._read = lambda lora: LoRAModel.from_local_checkpoint(
             lora.lora_path, base_spec, options, lora_model_id=lora.lora_int_id,
             expected_digest=lora.digest, base_digest=base_digest,

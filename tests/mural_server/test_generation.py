@@ -105,6 +105,9 @@ class ScriptedClient(EngineClient):
     async def pin_lora(self, lora_int_id: int, *, pinned: bool) -> AdapterInfo:
         raise NotImplementedError
 
+    async def check_lora(self, lora: LoRARequest) -> None:
+        raise NotImplementedError
+
     def stats(self) -> EngineStats:
         return EngineStats()
 

@@ -16,6 +16,7 @@ from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable
 from mural_resolvers.request import LoRARequest
 from mural_server.engine.messages import AdapterInfo, AdapterLevel, FreedBytes
 from mural_server.engine.slot_share import SlotChange
+from mural_server.lora.checkpoint import CheckpointHeader
 from mural_server.lora.manager import LRUCacheLoRAModelManager
 from mural_server.lora.mapping import LoRAMapping
 from mural_server.lora.model import LoRAModel
@@ -30,6 +31,13 @@ class Loader(Protocol):
     """What reads adapters beside the steps."""
 
     def submit(self, lora: LoRARequest) -> Future[LoRAModel]: ...
+    def close(self) -> None: ...
+
+
+class Checker(Protocol):
+    """What judges adapters that nobody asks for yet, beside the loads."""
+
+    def check(self, lora: LoRARequest) -> Future[CheckpointHeader]: ...
     def close(self) -> None: ...
 
 
@@ -51,9 +59,10 @@ class SlotFailures(NamedTuple):
 class Adapters:
     """Keyed by ``lora_int_id``. The step loop's alone; only ``on_news`` is called elsewhere."""
 
-    def __init__(self, manager: LRUCacheLoRAModelManager, loader: Loader) -> None:
+    def __init__(self, manager: LRUCacheLoRAModelManager, loader: Loader, checker: Checker) -> None:
         self._manager = manager
         self._loader = loader
+        self._checker = checker
         self._known: dict[int, LoRARequest] = {}
         self._tenants: dict[int, str] = {}
         self._loading: dict[int, Future[LoRAModel]] = {}
@@ -67,6 +76,13 @@ class Adapters:
 
     def close(self) -> None:
         self._loader.close()
+        self._checker.close()
+
+    def check(self, lora: LoRARequest) -> Future[CheckpointHeader]:
+        """Judge a folder as a load would, apart from the loads; news when it is done."""
+        future = self._checker.check(lora)
+        future.add_done_callback(lambda _: self.on_news())
+        return future
 
     # -- what is wanted ------------------------------------------------------------------------
 
@@ -159,7 +175,7 @@ class Adapters:
                 self._loaded[lora_int_id] = future.result()
                 continue
             self._preloads.pop(lora_int_id, None)
-            failures.append(AdapterFailure(lora_int_id, _typed(error)))
+            failures.append(AdapterFailure(lora_int_id, typed(error)))
         for lora_int_id in list(self._loaded):
             try:
                 self._register(lora_int_id)
@@ -284,7 +300,8 @@ class Adapters:
         assert not self._loaded.keys() & self.registered, "an adapter is held twice"
 
 
-def _typed(error: BaseException) -> MuralError:
+def typed(error: BaseException) -> MuralError:
+    """What a load or a check failed with, as a caller may be told."""
     if isinstance(error, MuralError):
         return error
     logger.error("an adapter could not be loaded", exc_info=error)

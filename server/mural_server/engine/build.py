@@ -201,13 +201,11 @@ def _build_adapters(
         limits=replace(DEFAULT_LIMITS, admit_bin=settings.allow_bin_adapters),
         max_payload_bytes=config.max_cpu_lora_bytes,
     )
-    loader = AdapterLoader(
-        spec,
-        options,
-        base_digest=BaseDigests(model.base_weight),
-        nice=settings.loader_nice,
-    )
-    return Adapters(manager, loader)
+    base_digest = BaseDigests(model.base_weight)
+    loader = AdapterLoader(spec, options, base_digest=base_digest, nice=settings.loader_nice)
+    # A process of its own: what is uploaded may kill it, and no load waits for that.
+    checker = AdapterLoader(spec, options, base_digest=base_digest, nice=19, eager=False)
+    return Adapters(manager, loader, checker)
 
 
 def _adapter_line(settings: EngineSettings, host_bytes: int) -> str:

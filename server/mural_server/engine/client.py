@@ -78,6 +78,13 @@ class EngineClient(ABC):
         """Keep it resident, or let it be evicted again. Raises `AdapterNotFound`."""
 
     @abstractmethod
+    async def check_lora(self, lora: LoRARequest) -> None:
+        """Read and judge an adapter's folder as a load would, and keep nothing of it.
+
+        Loads go on meanwhile. Raises `UnusableAdapter`, `TooLarge`, `Unavailable`.
+        """
+
+    @abstractmethod
     def stats(self) -> EngineStats:
         """The latest snapshot that the core pushed; at most a second old."""
 

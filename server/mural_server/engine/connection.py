@@ -23,7 +23,9 @@ from mural_server.engine.wire import (
     AddLora,
     AddRequest,
     CallError,
+    CheckedReply,
     CheckIntegrity,
+    CheckLora,
     Command,
     FreedReply,
     IntegrityReply,
@@ -138,6 +140,10 @@ class ConnectedClient(EngineClient):
         body = await self._call(lambda i: PinLora(i, lora_int_id, pinned), CALL_TIMEOUT_S)
         assert isinstance(body, AdapterReply)
         return body.info
+
+    async def check_lora(self, lora: LoRARequest) -> None:
+        body = await self._call(lambda i: CheckLora(i, lora), CALL_TIMEOUT_S)
+        assert isinstance(body, CheckedReply)
 
     async def check_integrity(self) -> None:
         """Raise `AssertionError` when a cache of the core is not as it must be."""

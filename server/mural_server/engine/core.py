@@ -6,6 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from mural_resolvers.errors import (
@@ -16,7 +17,7 @@ from mural_resolvers.errors import (
     UnusableAdapter,
 )
 from mural_resolvers.request import LoRARequest
-from mural_server.engine.adapters import AdapterFailure, Adapters
+from mural_server.engine.adapters import AdapterFailure, Adapters, typed
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.messages import (
     AdapterInfo,
@@ -35,7 +36,9 @@ from mural_server.engine.wire import (
     AddLora,
     AddRequest,
     CallError,
+    CheckedReply,
     CheckIntegrity,
+    CheckLora,
     Command,
     FreedReply,
     IntegrityReply,
@@ -46,6 +49,7 @@ from mural_server.engine.wire import (
     ReplyBody,
     Shutdown,
 )
+from mural_server.lora.checkpoint import CheckpointHeader
 
 STATS_INTERVAL_S = 0.25
 HEARTBEAT_S = 5.0
@@ -101,6 +105,7 @@ class EngineCore:
         self._outputs = Outputs()
         self._removals: list[Removal] = []
         self._residencies: list[Residency] = []
+        self._checks: dict[int, Future[CheckpointHeader]] = {}
         self._prompt_tokens = 0
         self._generation_tokens = 0
         self._steps = 0
@@ -141,6 +146,8 @@ class EngineCore:
                 self._guard_call(call_id, lambda: self._remove_lora(command))
             case PinLora(call_id):
                 self._guard_call(call_id, lambda: self._pin_lora(command))
+            case CheckLora(call_id):
+                self._guard_call(call_id, lambda: self._check_lora(command))
             case CheckIntegrity(call_id):
                 self._reply(call_id, IntegrityReply(self._integrity_fault()))
             case Shutdown():
@@ -275,6 +282,9 @@ class EngineCore:
             removal.deadline = deadline
         self._removals.append(Removal(command.call_id, command.lora_int_id, deadline))
 
+    def _check_lora(self, command: CheckLora) -> None:
+        self._checks[command.call_id] = self._require_adapters().check(command.lora)
+
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self) -> bool:
@@ -285,6 +295,7 @@ class EngineCore:
             # Before a slot change may take the place in host memory that one has just got.
             self._finish_residencies(self._adapters)
             self._finish_removals(self._adapters)
+            self._finish_checks()
             changed = self._change_slots(self._adapters)
         plan = self._scheduler.schedule()
         if self._adapters:
@@ -368,6 +379,17 @@ class EngineCore:
             self._removals.remove(removal)
             self._reply(removal.call_id, FreedReply(self._free(adapters, removal.lora_int_id)))
             self._stats_changed = True
+
+    def _finish_checks(self) -> None:
+        for call_id in [call_id for call_id, check in self._checks.items() if check.done()]:
+            error = self._checks.pop(call_id).exception()
+            if error is None:
+                self._reply(call_id, CheckedReply())
+            else:
+                refusal = typed(error)
+                self._reply(
+                    call_id, CallError(refusal.status, refusal.message, refusal.retry_after_s)
+                )
 
     def _free(self, adapters: Adapters, lora_int_id: int) -> FreedBytes:
         self._scheduler.slots.forget(lora_int_id)

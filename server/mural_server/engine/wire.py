@@ -46,6 +46,13 @@ class PinLora(msgspec.Struct, tag=True, frozen=True):
     pinned: bool
 
 
+class CheckLora(msgspec.Struct, tag=True, frozen=True):
+    """Answered with ``CheckedReply`` where it could be loaded."""
+
+    call_id: int
+    lora: LoRARequest
+
+
 class CheckIntegrity(msgspec.Struct, tag=True, frozen=True):
     """Answered with an empty string, or with what is off."""
 
@@ -56,7 +63,16 @@ class Shutdown(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-Command = AddRequest | AbortRequests | AddLora | RemoveLora | PinLora | CheckIntegrity | Shutdown
+Command = (
+    AddRequest
+    | AbortRequests
+    | AddLora
+    | RemoveLora
+    | PinLora
+    | CheckLora
+    | CheckIntegrity
+    | Shutdown
+)
 
 
 class CallError(msgspec.Struct, tag=True, frozen=True):
@@ -78,11 +94,15 @@ class FreedReply(msgspec.Struct, tag=True, frozen=True):
     freed: FreedBytes
 
 
+class CheckedReply(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
 class IntegrityReply(msgspec.Struct, tag=True, frozen=True):
     fault: str
 
 
-ReplyBody = CallError | AdapterReply | FreedReply | IntegrityReply
+ReplyBody = CallError | AdapterReply | FreedReply | CheckedReply | IntegrityReply
 
 
 class Reply(msgspec.Struct, frozen=True):

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -57,6 +59,8 @@ __all__ = ["AdapterLoader", "LoaderLimits"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", LoRAModel, CheckpointHeader)
+
 _ERRORS: dict[str, type[MuralError]] = {
     error.code: error
     for error in (InvalidInput, ManifestMismatch, TooLarge, Unavailable, UnusableAdapter)
@@ -84,14 +88,18 @@ class LoaderLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
+    """``run`` reads the adapter and sets the future's result, or raises."""
+
     lora: LoRARequest
-    future: Future[LoRAModel]
+    future: Future[LoRAModel] | Future[CheckpointHeader]
+    run: Callable[[], None]
 
 
 class AdapterLoader:
     """One load at a time, in a child process that is started again when it dies or is killed.
 
-    Thread-safe. ``close`` must be called; afterwards every load fails with ``Unavailable``.
+    It is started before the first load, unless it is not ``eager``. Thread-safe. ``close`` must be
+    called; afterwards every load fails with ``Unavailable``.
     """
 
     def __init__(
@@ -102,11 +110,13 @@ class AdapterLoader:
         base_digest: BaseDigest = no_base_digest,
         nice: int = 10,
         limits: LoaderLimits | None = None,
+        eager: bool = True,
     ) -> None:
         self._start = Start(base_spec, options, nice)
         self._base_digest = base_digest
         self._limits = limits or LoaderLimits()
         self._jobs: queue.Queue[_Job | None] = queue.Queue(self._limits.max_queued)
+        self._eager = eager
         self._closing = threading.Event()
         self._child = _Child(self._start, self._limits.start_timeout_s)
         self._thread = threading.Thread(target=self._run, name="adapter-loader", daemon=True)
@@ -124,21 +134,39 @@ class AdapterLoader:
         ``Unavailable``: the queue is full, the child died or ran out of time or memory, or the
         loader is closed. Cancelling it works while it is queued.
         """
-        job = _Job(lora, Future())
+        return self._queue(
+            lora, lambda channel, header: _receive(channel, header, lora, self._start.options)
+        )
+
+    def check(self, lora: LoRARequest) -> Future[CheckpointHeader]:
+        """Queue a load that ends before its result is handed over; fails as one would."""
+        return self._queue(lora, lambda channel, header: header, check_only=True)
+
+    def _queue(
+        self,
+        lora: LoRARequest,
+        take: Callable[[Channel, CheckpointHeader], T],
+        *,
+        check_only: bool = False,
+    ) -> Future[T]:
+        future: Future[T] = Future()
+        job = _Job(
+            lora, future, lambda: future.set_result(self._load(lora, take, check_only=check_only))
+        )
         try:
             if self._closing.is_set():
                 raise _closed()
             self._jobs.put_nowait(job)
         except queue.Full:
-            job.future.set_exception(
+            future.set_exception(
                 Unavailable(f"{self._limits.max_queued} adapters wait to be loaded already.")
             )
         except Unavailable as error:
-            job.future.set_exception(error)
+            future.set_exception(error)
         if self._closing.is_set():
             # Closed between the check and the put: nobody may be left waiting.
             self._fail_queued()
-        return job.future
+        return future
 
     def close(self) -> None:
         """End the child, fail what is queued or in flight, and return; bounded."""
@@ -164,12 +192,13 @@ class AdapterLoader:
             self._jobs.put(None)  # it is the thread's
 
     def _run(self) -> None:
-        self._start_early()
+        if self._eager:
+            self._start_early()
         while (job := self._jobs.get()) is not None:
             if not job.future.set_running_or_notify_cancel():
                 continue
             try:
-                job.future.set_result(self._load(job.lora))
+                job.run()
             except MuralError as error:
                 job.future.set_exception(error)
             except Exception as error:
@@ -186,13 +215,19 @@ class AdapterLoader:
         except (OSError, TimeoutError) as error:
             logger.error("the adapter loader does not start: %s", error)
 
-    def _load(self, lora: LoRARequest) -> LoRAModel:
+    def _load(
+        self,
+        lora: LoRARequest,
+        take: Callable[[Channel, CheckpointHeader], T],
+        *,
+        check_only: bool,
+    ) -> T:
         if self._closing.is_set():
             raise _closed()
         phase: LoadPhase = "read"
         end = time.monotonic() + self._limits.load_timeout_s
         try:
-            channel = self._begin(lora, end)
+            channel = self._begin(lora, end, check_only=check_only)
             while True:
                 message = channel.from_child()
                 if isinstance(message, PhaseBegins):
@@ -202,7 +237,7 @@ class AdapterLoader:
                 elif isinstance(message, Refused):
                     raise _ERRORS.get(message.code, UnusableAdapter)(message.message)
                 elif isinstance(message, Loaded):
-                    return _receive(channel, message.header, lora, self._start.options)
+                    return take(channel, message.header)
         except TimeoutError:
             self._child.kill()
             raise Unavailable(
@@ -218,7 +253,7 @@ class AdapterLoader:
             logger.error("the adapter loader died in phase %r: %s", phase, error)
             raise Unavailable("The adapter's loader died; try again.") from None
 
-    def _begin(self, lora: LoRARequest, end: float) -> Channel:
+    def _begin(self, lora: LoRARequest, end: float, *, check_only: bool) -> Channel:
         """Hand the load to a child, which says that it began.
 
         A child that died before it could say so died idle: it is replaced, and no load fails.
@@ -226,7 +261,7 @@ class AdapterLoader:
         # A little longer than the parent waits, which it normally is there to do.
         give_up_s = self._limits.load_timeout_s + 5.0
         path = os.path.abspath(lora.lora_path)
-        load = Load(path, lora.digest, give_up_s, self._limits.judge_cpu_s)
+        load = Load(path, lora.digest, give_up_s, self._limits.judge_cpu_s, check_only)
         try:
             return self._hand_over(load, end)
         except ChannelClosed:

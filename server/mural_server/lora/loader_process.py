@@ -92,7 +92,8 @@ def _serve(channel: Channel, start: Start, load: Load) -> None:
         channel.send(Refused(UnusableAdapter.code, reason))
     else:
         channel.send(Loaded(header))
-        channel.send_bytes(payload.data)
+        if not load.check_only:
+            channel.send_bytes(payload.data)
 
 
 if __name__ == "__main__":

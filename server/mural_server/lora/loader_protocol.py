@@ -48,6 +48,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     """Of the whole load, should the parent be gone that bounds it."""
     judge_cpu_s: float
     """Processor time of matching the adapter's own regular expressions."""
+    check_only: bool = False
+    """Do all of it, and keep the payload."""
 
 
 class BaseDigestAnswer(msgspec.Struct, frozen=True, tag=True):
@@ -76,7 +78,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The payload follows, ``header.num_bytes`` raw bytes."""
+    """The payload follows, ``header.num_bytes`` raw bytes, unless it was only a check."""
 
     header: CheckpointHeader
 

@@ -35,6 +35,7 @@ from mural_server.engine.messages import (
     RequestDelta,
     TokenLogprobs,
 )
+from mural_server.lora.checkpoint import LoadOptions, read_checkpoint
 from mural_server.settings import ServerSettings
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -109,6 +110,8 @@ class ScriptedEngine(EngineClient):
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.loads: list[LoRARequest] = []
+        self.checks: list[LoRARequest] = []
+        self.check_gate: asyncio.Event | None = None
         self.refusals: dict[str, MuralError] = {}
         self.resident: dict[int, AdapterInfo] = {}
         self.load_gate: asyncio.Event | None = None
@@ -207,6 +210,15 @@ class ScriptedEngine(EngineClient):
             raise AdapterNotFound("not resident")
         self.resident[lora_int_id].pinned = pinned
         return self.resident[lora_int_id]
+
+    async def check_lora(self, lora: LoRARequest) -> None:
+        """The real judgement, in this process."""
+        self.checks.append(lora)
+        if self.check_gate is not None:
+            await self.check_gate.wait()
+        read_checkpoint(
+            Path(lora.lora_path), self.info.base_spec, LoadOptions(dtype="float32"), lora.digest
+        )
 
     def stats(self) -> EngineStats:
         self.numbers.adapters = list(self.resident.values())

@@ -34,8 +34,8 @@ LIMIT = 3000
 class InstantLoader:
     """Every adapter is the same folder's weights, in memory of its own, and there at once."""
 
-    def __init__(self, base_spec, options, *, base_digest, nice) -> None:
-        del nice
+    def __init__(self, base_spec, options, *, base_digest, nice, eager=True) -> None:
+        del nice, eager
         self.loads = 0
         self._read = lambda path: LoRAModel.from_local_checkpoint(
             path, base_spec, options, lora_model_id=1, base_digest=base_digest

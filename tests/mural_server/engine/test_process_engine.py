@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from safetensors.torch import load_file, save_file
 
-from mural_resolvers.errors import AdapterNotFound, InvalidInput, Unavailable
+from mural_resolvers.errors import AdapterNotFound, InvalidInput, Unavailable, UnusableAdapter
 from mural_resolvers.request import LoRARequest
 from mural_server.engine.client import EngineDead
 from mural_server.engine.core import HEARTBEAT_S
@@ -85,6 +87,26 @@ async def test_adapters_are_loaded_used_and_freed_over_the_border(
     with pytest.raises(AdapterNotFound):
         await shared_engine.pin_lora(1, pinned=True)
     await shared_engine.check_integrity()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_adapter_is_checked_and_nothing_of_it_kept(
+    shared_engine: ProcessEngine, peft_oracle: Callable[[str], object], tmp_path: Path
+) -> None:
+    good = peft_oracle("llama").folder("all")
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(good, spoilt)
+    weights = load_file(spoilt / "adapter_model.safetensors")
+    name = sorted(weights)[0]
+    weights[name][0, 0] = float("nan")
+    save_file(weights, spoilt / "adapter_model.safetensors")
+
+    await shared_engine.check_lora(LoRARequest("acme:v1", 7, str(good)))
+    with pytest.raises(UnusableAdapter, match="NaN"):
+        await shared_engine.check_lora(LoRARequest("acme:v2", 8, str(spoilt)))
+
+    await shared_engine.check_integrity()
+    assert {7, 8}.isdisjoint(info.lora_int_id for info in shared_engine.stats().adapters)
 
 
 @pytest.mark.asyncio(loop_scope="module")

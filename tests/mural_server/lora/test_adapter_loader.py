@@ -82,6 +82,20 @@ def test_refusals_keep_their_class_and_reason(folders, start):
     assert loader.submit(wanted(folders["good"])).result(WAIT_S).rank == 4
 
 
+def test_a_check_judges_as_a_load_does_and_hands_nothing_over(lab, folders, start):
+    loader = start(eager=False, limits=LoaderLimits(judge_cpu_s=0.5))
+    assert loader.pid is None
+    here = lab.load(folders["good"], 1)
+    header = loader.check(wanted(folders["good"])).result(WAIT_S)
+    assert (header.digest, header.num_bytes) == (here.digest, here.nbytes)
+    for name, reason in (("with copy", "replaces a weight"), ("hostile", "to match")):
+        with pytest.raises(UnusableAdapter, match=reason):
+            loader.check(wanted(folders[name])).result(WAIT_S)
+    # What a check left unread would be taken for the next load's answer.
+    loader.check(wanted(folders["good"])).result(WAIT_S)
+    assert loader.submit(wanted(folders["good"])).result(WAIT_S).rank == 4
+
+
 def test_a_hostile_expression_costs_its_own_load_only(folders, start):
     loader = start(limits=LoaderLimits(judge_cpu_s=0.5))
     futures = [loader.submit(wanted(folders[name])) for name in ("good", "hostile", "good")]
