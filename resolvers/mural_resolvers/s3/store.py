@@ -204,7 +204,9 @@ class S3Store(AdapterStore):
     ) -> Aliases:
         """Change the adapter's ``_aliases.json``, anew each time another writer was first."""
         name, wanted = AdapterName(tenant, adapter, LATEST), tuple(targets)
-        before, after = await self._change_aliases(name, alias, wanted, checked=True)
+        change_aliases({}, alias, wanted)
+        await self._check_targets(name, alias, wanted)
+        before, after = await self._change_aliases(name, alias, wanted)
         try:
             await self._check_targets(name, alias, wanted)
         except MuralError:
@@ -306,15 +308,13 @@ class S3Store(AdapterStore):
     # -- aliases, listing, removing ---------------------------------------------------------------
 
     async def _change_aliases(
-        self, name: AdapterName, alias: str, targets: tuple[AliasTarget, ...], *, checked: bool
+        self, name: AdapterName, alias: str, targets: tuple[AliasTarget, ...]
     ) -> tuple[Aliases, Aliases]:
         """Write the record until no other writer was in between; what held before, and after."""
         key = self._layout.adapter(name.tenant, name.adapter) + ALIASES_FILE
         for attempt in range(_ATTEMPTS):
             record = await self._layout.aliases(name.tenant, name.adapter)
             changed = change_aliases(record.aliases, alias, targets)
-            if checked:
-                await self._check_targets(name, alias, targets)
             if changed == record.aliases:
                 return record.aliases, changed
             with suppress(ObjectChanged):
@@ -332,7 +332,7 @@ class S3Store(AdapterStore):
     ) -> None:
         record = await self._layout.aliases(name.tenant, name.adapter)
         if record.aliases.get(alias, ()) == mine:
-            await self._change_aliases(name, alias, before, checked=False)
+            await self._change_aliases(name, alias, before)
 
     async def _check_targets(
         self, name: AdapterName, alias: str, targets: Sequence[AliasTarget]
