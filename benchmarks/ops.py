@@ -29,6 +29,7 @@ from mural_server.ops import (
     build_lora_batch,
     segments_of,
 )
+from mural_server.ops.packed_linear import LinearForm
 
 Form = Callable[[], object]
 SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=64**-0.5)
@@ -54,15 +55,47 @@ def linear_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
     }
 
 
+def form_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
+    """Float16 weights in float32 products against oneDNN's; each in the activations it goes with.
+
+    The norms and the gate between the products are part of it: they run in that dtype too.
+    """
+
+    def through(form: LinearForm) -> Form:
+        ops = PackedOps(dtype, form)
+        wide = ops.activation_dtype(dtype)
+        packed = [
+            [
+                ops.pack_linear(torch.randn(sum(outs), inner).div(24).to(dtype))
+                for inner, outs in LINEARS
+            ]
+            for _ in range(layers)
+        ]
+        hidden, norm = torch.randn(rows, 576).to(wide), torch.ones(576, dtype=wide)
+
+        def step() -> None:
+            for qkv, output, gate_up, down in packed:
+                mixed = ops.linear(ops.rms_norm(hidden, norm, 1e-5), qkv)[:, :576]
+                residual = ops.linear(mixed, output, hidden)
+                both = ops.linear(ops.rms_norm(residual, norm, 1e-5), gate_up)
+                ops.linear(ops.gated(both, "silu"), down, residual)
+
+        return step
+
+    return {"packed": through("half"), "naive": through("prepacked"), "reference": through("plain")}
+
+
 def small_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
-    hidden, weight = torch.randn(rows, 576).to(dtype), torch.ones(576, dtype=dtype)
-    qkv, gate_up = torch.randn(rows, 15, 64).to(dtype), torch.randn(rows, 3072).to(dtype)
-    cos, sin = torch.randn(2, rows, 64).to(dtype)
     slots = torch.arange(BLOCK_SIZE, BLOCK_SIZE + rows)
     shape = (rows // BLOCK_SIZE + 2, 3, BLOCK_SIZE, 64)
     kv = KVLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
 
     def each(ops: Ops) -> Form:
+        wide = ops.activation_dtype(dtype)
+        hidden, weight = torch.randn(rows, 576).to(wide), torch.ones(576, dtype=wide)
+        qkv, gate_up = torch.randn(rows, 15, 64).to(wide), torch.randn(rows, 3072).to(wide)
+        cos, sin = torch.randn(2, rows, 64).to(wide)
+
         def step() -> None:
             for _ in range(layers):
                 ops.rms_norm(hidden, weight, 1e-5)
@@ -73,7 +106,11 @@ def small_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
 
         return step
 
-    return {"packed": each(PackedOps(dtype)), "reference": each(ReferenceOps())}
+    return {
+        "packed": each(PackedOps(dtype)),
+        "naive": each(PackedOps(dtype, "prepacked")),
+        "reference": each(ReferenceOps()),
+    }
 
 
 def attention_forms(
@@ -185,6 +222,7 @@ def cases(layers: int, dtype: torch.dtype) -> dict[str, Callable[[], dict[str, F
     made: dict[str, Callable[[], dict[str, Form]]] = {}
     for rows in (1, 16, 128):
         made[f"linear        M={rows}"] = partial(linear_forms, rows, layers, dtype)
+        made[f"linear forms  M={rows}"] = partial(form_forms, rows, layers, dtype)
         made[f"small         M={rows}"] = partial(small_forms, rows, layers, dtype)
     for rows in (1, 16):
         made[f"decode        M={rows}"] = partial(decode_forms, rows, layers, dtype)
@@ -197,6 +235,13 @@ def cases(layers: int, dtype: torch.dtype) -> dict[str, Callable[[], dict[str, F
     for rows in (128, 512):
         made[f"prefill       M={rows}"] = partial(prefill_forms, rows, layers, dtype)
     return made
+
+
+DEFINITIONS = """\
+Columns: what is served; the naive form; the reference. In "linear forms" they are the three
+layouts of a weight: float16 in float32 products, oneDNN's own, plain. In "small" the second
+column has the packed operators on activations of the weights' dtype.
+"""
 
 
 def main() -> None:
@@ -215,6 +260,7 @@ def main() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     clock = time.thread_time if options.cpu_time else time.perf_counter
+    print(DEFINITIONS)
     print(f"{'':22}{'packed ms':>10}{'naive':>10}{'reference':>11}   packed / naive")
     with torch.inference_mode():
         for name, make in cases(options.layers, getattr(torch, options.dtype)).items():

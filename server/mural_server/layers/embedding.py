@@ -39,13 +39,18 @@ class VocabParallelEmbedding(nn.Module):
             self.embed_scale = self.embed_scale.to(weight.dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids`` int64 [rows] → [rows, hidden], a fresh tensor."""
-        hidden = F.embedding(ids, self.weight)
+        """``ids`` int64 [rows] → [rows, hidden], a fresh tensor of the activations' dtype."""
+        hidden = F.embedding(ids, self.weight).to(self.ops.activation_dtype(self.weight.dtype))
         return hidden if self.embed_scale is None else hidden.mul_(self.embed_scale)
 
 
 class ParallelLMHead(LinearBase):
-    """Hidden states → logits. Tied or not it has a packed matrix of its own, which is faster."""
+    """Hidden states → logits. Tied or not it has a packed matrix of its own, which is faster.
+
+    An untied one is exact: adapters that ship a copy of it are held to the base's own.
+    """
+
+    exact = True
 
     def __init__(self, ops: Ops, embedding_dim: int, num_embeddings: int) -> None:
         super().__init__(ops, embedding_dim, num_embeddings)

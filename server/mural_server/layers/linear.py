@@ -31,6 +31,8 @@ class LinearBase(nn.Module):
     """
 
     packed: PackedLinear
+    exact = False
+    """The weight can be read back bit for bit from the packed one."""
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class LinearBase(nn.Module):
         if len(biases) != (len(weights) if self.has_bias else 0):
             raise ValueError(f"{len(biases)} biases for {len(weights)} weights")
         bias = torch.cat(tuple(biases)) if biases else None
-        self.packed = self.ops.pack_linear(torch.cat(tuple(weights)), bias)
+        self.packed = self.ops.pack_linear(torch.cat(tuple(weights)), bias, exact=self.exact)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``x`` [rows, in] → [rows, out], plus ``residual`` [rows, out] where given."""

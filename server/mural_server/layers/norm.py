@@ -25,10 +25,11 @@ class RMSNorm(nn.Module):
         self.offset = offset
 
     def load(self, weight: Tensor) -> None:
-        """Keep ``weight`` [size], the offset folded in with float32 precision."""
+        """Keep ``weight`` [size], the offset folded in with float32 precision, for activations."""
         if tuple(weight.shape) != (self.size,):
             raise ValueError(f"norm of shape {tuple(weight.shape)}, not ({self.size},)")
-        self.register_buffer("weight", (weight.float() + self.offset).to(weight.dtype, copy=True))
+        dtype = self.ops.activation_dtype(weight.dtype)
+        self.register_buffer("weight", (weight.float() + self.offset).to(dtype, copy=True))
 
     def forward(self, x: Tensor) -> Tensor:
         """Any leading shape; a fresh tensor."""

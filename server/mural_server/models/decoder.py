@@ -81,8 +81,10 @@ class Decoder(nn.Module):
             layer_class(architecture, kind, ops) for kind in architecture.layers
         )
         self.norm = norm(architecture, ops, architecture.hidden_size)
+        activation_dtype = ops.activation_dtype(dtype)
         self.rotary = nn.ModuleList(
-            RotaryEmbedding(spec, architecture.max_position, dtype) for spec in architecture.rotary
+            RotaryEmbedding(spec, architecture.max_position, activation_dtype)
+            for spec in architecture.rotary
         )
         self._rotary_kinds = tuple(kind.rotary for kind in architecture.layers)
 

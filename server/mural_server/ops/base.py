@@ -23,7 +23,11 @@ class PackedLinear:
     __slots__ = ("bias", "in_features", "out_features", "weight")
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, in_features: int, out_features: int
+        self,
+        weight: torch.Tensor | torch.ScriptObject,
+        bias: torch.Tensor | None,
+        in_features: int,
+        out_features: int,
     ) -> None:
         self.weight = weight
         self.bias = bias
@@ -65,19 +69,31 @@ class LoRABatch:
 
 
 class Ops(ABC):
-    """Operators over CPU or device tensors. All are called under ``torch.inference_mode``."""
+    """Operators over CPU or device tensors. All are called under ``torch.inference_mode``.
+
+    Results have the dtype of the hidden states that go in, which may be wider than the weights'.
+    """
 
     name: str
 
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What hidden states are kept in under weights (and a KV pool) of ``dtype``."""
+        return dtype
+
     @abstractmethod
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        """Lay out ``weight`` [out, in] for `linear`. The caller drops its own copy."""
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, exact: bool = False
+    ) -> PackedLinear:
+        """Lay out ``weight`` [out, in] for `linear`. The caller drops its own copy.
+
+        ``exact``: `linear` of an identity matrix must give the weight back bit for bit.
+        """
 
     @abstractmethod
     def linear(
         self, x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x`` [rows, in] → ``x Wᵀ (+ bias) (+ residual)`` [rows, out]."""
+        """``x`` [rows, in] → ``x Wᵀ (+ bias) (+ residual)`` [rows, out] in ``x``'s dtype."""
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,7 +148,7 @@ class Ops(ABC):
         ``y`` [rows, sum of out], ``x`` [rows, in]; ``a`` [slices, rank rows, in];
         ``b[i]`` [rank rows, out of slice i] with the scale folded in. ``a`` and ``b`` are finite
         in every rank row that a slot owns. Rows of slot -1 keep their values (+0.0 may be added
-        to them). ``x``, ``a``, ``b`` and ``y`` have one dtype.
+        to them). ``x`` and ``y`` have one dtype, ``a`` and ``b`` have one.
         """
 
     @abstractmethod

@@ -14,9 +14,7 @@ import torch.nn.functional as F
 from mural_server.ops.base import Activation, LoRABatch, LoRAGroup, Ops, PackedLinear
 from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer
 from mural_server.ops.packed_attention import attend_chunk, attend_decodes, attention_plan
-
-PREPACK_DTYPES = frozenset({torch.bfloat16, torch.float32})
-"""Packed takes 0.7 of F.linear's time at 4 to 16 rows in both, and 1.1 at a single row."""
+from mural_server.ops.packed_linear import LinearForm, fastest_form, multiply, pack
 
 
 class PackedOps(Ops):
@@ -24,33 +22,31 @@ class PackedOps(Ops):
 
     name = "packed"
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.prepacks = dtype in PREPACK_DTYPES and _can_prepack(dtype)
+    def __init__(self, dtype: torch.dtype, linear_form: LinearForm | None = None) -> None:
+        """``linear_form`` None: the fastest by a short measurement."""
+        self.linear_form = linear_form or fastest_form(dtype).form
         self._kv_rows = _KVRows()
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-        out_features, in_features = weight.shape
-        if self.prepacks and weight.dtype in PREPACK_DTYPES:
-            weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
-        return PackedLinear(weight, bias, in_features, out_features)
+    def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """float32 where the products take and give it: each other operator is faster in it too."""
+        return torch.float32 if self.linear_form == "half" else dtype
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, exact: bool = False
+    ) -> PackedLinear:
+        return pack(weight, bias, self.linear_form, exact=exact)
 
     def linear(
         self, x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        y: torch.Tensor
-        if not packed.weight.is_mkldnn:
-            y = F.linear(x, packed.weight, packed.bias)
-            if residual is not None:
-                y.add_(residual)
-        elif residual is None:
-            y = torch.ops.mkldnn._linear_pointwise(x, packed.weight, packed.bias, "none", [], "")
-        else:
-            y = torch.ops.mkldnn._linear_pointwise.binary(
-                x, residual, packed.weight, packed.bias, "add"
-            )
-        return y
+        return multiply(x, packed, residual)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype == torch.float32:
+            # Half the kernels of F.rms_norm.
+            norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            scales = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            return torch.mul(x, scales).mul_(weight)
         if weight.dtype != x.dtype:
             return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -72,20 +68,24 @@ class PackedOps(Ops):
             if fresh is not None:
                 pool.index_fill_(0, fresh, 0.0)
             head_dim = pool.shape[-1]
-            pool.view(-1, head_dim).index_copy_(0, rows, new.reshape(-1, head_dim))
+            flat = new.reshape(-1, head_dim).to(pool.dtype)
+            pool.view(-1, head_dim).index_copy_(0, rows, flat)
 
     def attention(
         self, queries: torch.Tensor, kv: KVLayer, batch: AttentionBatch, spec: AttentionSpec
     ) -> torch.Tensor:
+        dtype = queries.dtype
+        queries = queries.to(kv.keys.dtype)
         plan = attention_plan(batch, spec, kv.keys.shape[2], queries.dtype)
         if plan.decodes_only:
-            return attend_decodes(queries, kv, plan.decodes[0], spec)
+            return attend_decodes(queries, kv, plan.decodes[0], spec).to(dtype)
         width = spec.num_heads * spec.head_dim
         # Zeros, since rows beyond the last chunk (padding) must not carry NaN into the pool.
         make = queries.new_empty if plan.covers_all else queries.new_zeros
-        output = make((queries.shape[0], width))
+        output = make((queries.shape[0], width), dtype=dtype)
         for group in plan.decodes:
-            output[group.rows] = attend_decodes(queries[group.rows], kv, group, spec)
+            attended = attend_decodes(queries[group.rows], kv, group, spec)
+            output[group.rows] = attended.to(dtype)
         for chunk in plan.prefills:
             attend_chunk(queries, kv, chunk, spec, output)
         return output
@@ -172,20 +172,3 @@ class _KVRows:
             fresh = blocks[offsets == 0]
             self._fresh = fresh if fresh.numel() else None
         return self._rows, self._fresh
-
-
-def _can_prepack(dtype: torch.dtype) -> bool:
-    """Try oneDNN's private operators on a small product: they may go or change in any release."""
-    weight = torch.linspace(-1, 1, 32 * 16).view(32, 16).to(dtype)
-    x = torch.linspace(1, -1, 4 * 16).view(4, 16).to(dtype)
-    other = torch.ones(4, 32, dtype=dtype)
-    try:
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
-        plain = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        added = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, None, "add")
-    except (AttributeError, RuntimeError, TypeError):
-        return False
-    expected = F.linear(x.float(), weight.float())
-    return torch.allclose(plain.float(), expected, rtol=2e-2, atol=2e-2) and torch.allclose(
-        added.float(), expected + 1, rtol=2e-2, atol=2e-2
-    )

@@ -20,12 +20,15 @@ class ReferenceOps(Ops):
 
     name = "reference"
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, exact: bool = False
+    ) -> PackedLinear:
         return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
 
     def linear(
         self, x: torch.Tensor, packed: PackedLinear, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
+        assert isinstance(packed.weight, torch.Tensor)
         y = x.float() @ packed.weight.float().t()
         if packed.bias is not None:
             y = y + packed.bias.float()

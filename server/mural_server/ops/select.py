@@ -9,6 +9,7 @@ import torch
 
 from mural_server.ops.base import Ops
 from mural_server.ops.packed import PackedOps
+from mural_server.ops.packed_linear import fastest_form
 from mural_server.ops.reference import ReferenceOps
 
 BACKENDS = ("reference", "packed")
@@ -51,9 +52,14 @@ def _packed(dtype: torch.dtype, device: torch.device) -> SelectedOps:
         raise OpsUnavailable(
             f"the packed operators run on the CPU only, not on {device}; leave the backend open"
         )
-    ops = PackedOps(dtype)
-    linear = "weights packed once by oneDNN" if ops.prepacks else "F.linear on plain weights"
-    return SelectedOps(ops, f"packed: {linear} for {_name(dtype)} on the CPU")
+    form, ratio = fastest_form(dtype)
+    linear = {
+        "plain": f"F.linear on plain weights for {_name(dtype)}",
+        "prepacked": f"weights packed once by oneDNN for {_name(dtype)}",
+        "half": f"{_name(dtype)} weights packed once as float16 for products in float32",
+    }[form]
+    raced = "" if ratio is None else f" (float16 took {ratio:.2f} of bfloat16's time here)"
+    return SelectedOps(PackedOps(dtype, form), f"packed: {linear} on the CPU{raced}")
 
 
 def _reference(dtype: torch.dtype, device: torch.device) -> SelectedOps:

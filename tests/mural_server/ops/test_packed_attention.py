@@ -101,6 +101,19 @@ def test_queries_may_be_a_slice_of_the_fused_projection(paged) -> None:
     )
 
 
+def test_queries_may_be_wider_than_the_pool(paged) -> None:
+    spec = AttentionSpec(6, 2, 32, 32**-0.5)
+    for shape in (BATCHES["decodes"], BATCHES["mixed"]):
+        step = paged(spec, dtype=torch.bfloat16, **shape)
+        ops, kv = PackedOps(torch.bfloat16), step.kv
+        ops.write_kv(kv, step.keys, step.values, step.batch.kv_slots)
+        queries = step.queries.float()
+        actual = ops.attention(queries, kv, step.batch, spec)
+        expected = REFERENCE.attention(queries, kv, step.batch, spec)
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.bfloat16])
+
+
 def test_rows_of_no_sequence_come_out_finite(paged) -> None:
     spec = AttentionSpec(4, 2, 16, 0.25)
     step = paged(spec, decodes=(9,), chunks=((0, 5),), padding_rows=7)

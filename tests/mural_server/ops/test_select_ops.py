@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from mural_server.ops import OpsUnavailable, PackedOps, ReferenceOps, packed, select_ops
+from mural_server.ops import OpsUnavailable, PackedOps, ReferenceOps, packed_linear, select_ops
+from mural_server.ops.packed_linear import fastest_form
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -14,9 +17,50 @@ def test_a_cpu_gets_the_packed_operators_and_a_reason(dtype: torch.dtype) -> Non
     assert str(dtype).removeprefix("torch.") in reason
 
 
-def test_the_reason_says_when_weights_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_can_prepack", lambda dtype: False)
-    assert "F.linear on plain weights" in select_ops(torch.bfloat16).reason
+@pytest.fixture
+def measured_anew() -> Iterator[None]:
+    """Choices are kept for the process."""
+    fastest_form.cache_clear()
+    yield
+    fastest_form.cache_clear()
+
+
+@pytest.mark.usefixtures("measured_anew")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_onednns_private_operators_weights_stay_plain(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_can_prepack", lambda dtype: False)
+    ops, reason = select_ops(dtype)
+    assert "F.linear on plain weights" in reason
+    assert ops.activation_dtype(dtype) == dtype
+
+
+@pytest.mark.usefixtures("measured_anew")
+@pytest.mark.parametrize(
+    ("ratio", "activations", "reason"),
+    [
+        (0.7, torch.float32, "as float16 for products in float32 on the CPU (float16 took 0.70"),
+        (0.95, torch.bfloat16, "packed once by oneDNN for bfloat16 on the CPU (float16 took 0.95"),
+    ],
+)
+def test_bfloat16_is_multiplied_in_float32_only_where_that_is_clearly_faster(
+    ratio: float, activations: torch.dtype, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_can_prepack", lambda dtype: True)
+    monkeypatch.setattr(packed_linear, "_can_halve", lambda: True)
+    monkeypatch.setattr(packed_linear, "_half_over_prepacked", lambda rows: ratio)
+    selected = select_ops(torch.bfloat16)
+    assert selected.ops.activation_dtype(torch.bfloat16) == activations
+    assert reason in selected.reason
+
+
+@pytest.mark.usefixtures("measured_anew")
+def test_without_fbgemm_nothing_is_raced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "_can_prepack", lambda dtype: True)
+    monkeypatch.setattr(packed_linear, "_can_halve", lambda: False)
+    selected = select_ops(torch.bfloat16)
+    assert selected.reason == "packed: weights packed once by oneDNN for bfloat16 on the CPU"
 
 
 def test_the_reference_can_be_asked_for() -> None:
