@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -18,14 +18,18 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typing_extensions import Unpack
 
-from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import AdapterNotFound
 from mural_resolvers.limits import DEFAULT_LIMITS
 from mural_resolvers.manifest import build_manifest
 from mural_resolvers.names import parse_name
-from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
 from mural_resolvers.resolver import LoRAResolver
+from mural_resolvers.sources import (
+    SourcesConfig,
+    directory_source,
+    open_registry,
+    read_sources,
+)
 from mural_resolvers.tenants import ANYONE
 from mural_server.engine.build import build_core
 from mural_server.engine.client import EngineInfo
@@ -102,8 +106,9 @@ class LLM:
 
     ``model``: a Hugging Face directory or GGUF file; None: the packaged SmolLM2. Adapters are
     given by `LoRARequest` (a folder; its id is worked out anew from the content, so that an id
-    used twice cannot mix two adapters up) or by name, looked up in ``adapter_dir`` or by
-    ``resolvers``. Raises `SettingsError` for settings that cannot work. Use it as a context
+    used twice cannot mix two adapters up) or by name, looked up in ``adapter_dir``, in the sources
+    of the YAML file ``adapter_sources``, then by ``resolvers``. Raises `SettingsError` for
+    settings that cannot work, `InvalidInput` for sources that cannot. Use it as a context
     manager, or call `close`.
     """
 
@@ -112,6 +117,7 @@ class LLM:
         model: str | None = None,
         *,
         adapter_dir: str | Path | None = None,
+        adapter_sources: str | Path | None = None,
         resolvers: Sequence[LoRAResolver] = (),
         **options: Unpack[EngineOptions],
     ) -> None:
@@ -126,16 +132,21 @@ class LLM:
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
         try:
+            sources = _sources(adapter_dir, adapter_sources)
             self.tokenizer = load_tokenizer(path)
             self._engine = self._run(_start(settings))
         except BaseException:
             self._stop_loop()
             raise
         self._generator = Generator(self._engine, self.tokenizer)
-        directory = [DirectoryResolver(Path(adapter_dir))] if adapter_dir is not None else []
-        self._registry = LoRAResolverRegistry(
-            [*directory, *resolvers], self.info.base_spec, self._ids
-        )
+        try:
+            self._registry = open_registry(
+                sources, self.info.base_spec, self._ids, resolvers=resolvers
+            )
+        except BaseException:
+            self._run(self._engine.close())
+            self._stop_loop()
+            raise
 
     @property
     def info(self) -> EngineInfo:
@@ -257,10 +268,26 @@ class LLM:
         show_progress: bool,
     ) -> list[RequestOutput]:
         known = {lora: await self._adapter(lora) for lora in dict.fromkeys(adapters)}
+        async with AsyncExitStack() as held:
+            for lora, found in known.items():
+                if isinstance(lora, str) and found is not None:
+                    path = await held.enter_async_context(self._registry.lease(ANYONE, found))
+                    known[lora] = msgspec.structs.replace(found, lora_path=str(path))
+            loras = [known[lora] for lora in adapters]
+            return await self._ask_all(prompts, params, loras, show_progress=show_progress)
+
+    async def _ask_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[LoRARequest | None],
+        *,
+        show_progress: bool,
+    ) -> list[RequestOutput]:
         with _progress(show_progress) as progress:
             bar = progress.add_task("prompts", total=len(prompts))
             tasks = [
-                asyncio.create_task(self._one(prompt, sampling, known[lora]))
+                asyncio.create_task(self._one(prompt, sampling, lora))
                 for prompt, sampling, lora in zip(prompts, params, adapters, strict=True)
             ]
             for task in tasks:
@@ -308,6 +335,13 @@ class LLM:
                     answer.finish_reason = sequence.finish_reason
                     answer.stop_reason = sequence.stop_reason
         return output
+
+
+def _sources(adapter_dir: str | Path | None, adapter_sources: str | Path | None) -> SourcesConfig:
+    config = SourcesConfig() if adapter_sources is None else read_sources(Path(adapter_sources))
+    if adapter_dir is None:
+        return config
+    return replace(config, resolvers=(directory_source(str(adapter_dir)), *config.resolvers))
 
 
 async def _start(settings: EngineSettings) -> LocalEngine:

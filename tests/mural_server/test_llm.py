@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.errors import AdapterNotFound, InvalidInput, MalformedName, UnusableAdapter
+from mural_resolvers.manifest import build_manifest
+from mural_resolvers.names import AdapterName
 from mural_resolvers.request import LoRARequest
+from mural_resolvers.resolver import AdapterDescription, LoRAResolver, SourceFile
+from mural_resolvers.tenants import Principal
 from mural_server import LLM, SamplingParams
 from mural_server.llm import EngineOptions
 from mural_server.settings import EngineSettings, SettingsError
@@ -52,6 +59,52 @@ def test_an_adapter_is_found_by_its_name(llm: LLM, peft_oracle: Callable[[str], 
         assert output.outputs[0].token_ids == oracle.answer(folder, PROMPT, 6).token_ids
     names = [output.lora_request.lora_name for output in outputs if output.lora_request]
     assert names == ["acme:v1", "acme:v2", "acme:v2"]
+
+
+class Away(LoRAResolver):
+    """A folder as a source that has to be downloaded from."""
+
+    name = "away"
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    async def resolve(
+        self, principal: Principal, name: AdapterName, base: BaseSpec
+    ) -> AdapterDescription | None:
+        manifest = build_manifest(self._root / name.tenant / name.adapter / name.version)
+        return replace(AdapterDescription.of_folder(name, self._root, manifest), folder=None)
+
+    @asynccontextmanager
+    async def open(
+        self, adapter: AdapterDescription, file: SourceFile, start: int, stop: int
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        name = adapter.name
+        path = self._root / name.tenant / name.adapter / name.version / file.path
+
+        async def pieces() -> AsyncIterator[bytes]:
+            yield path.read_bytes()[start:stop]
+
+        yield pieces()
+
+
+def test_an_adapter_is_fetched_into_the_cache_of_the_file_of_sources(
+    tiny_model: Callable[[str], Path],
+    root: Path,
+    peft_oracle: Callable[[str], object],
+    tmp_path: Path,
+) -> None:
+    oracle = peft_oracle("llama")
+    sources = tmp_path / "sources.yaml"
+    sources.write_text(f"cache: {{path: {tmp_path / 'cache'}}}\nresolvers: []\n")
+    options: EngineOptions = {"dtype": "float32", "cpu_threads": 1, "max_loras": 2}
+    model = str(tiny_model("llama"))
+    with LLM(model, adapter_sources=sources, resolvers=[Away(root)], **options) as llm:
+        (output,) = llm.generate(PROMPT, GREEDY, "acme:v1", use_tqdm=False)
+
+    assert output.outputs[0].token_ids == oracle.answer(oracle.folder("all"), PROMPT, 6).token_ids
+    assert output.lora_request is not None
+    assert Path(output.lora_request.lora_path).is_relative_to(tmp_path / "cache")
 
 
 def test_requests_that_are_given_together_share_steps(llm: LLM) -> None:
