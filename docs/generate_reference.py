@@ -121,7 +121,8 @@ ENVIRONMENT = """\
 
 | Variable | Stands for |
 |---|---|
-| `MURAL_API_KEY` | one more `--api-key`, kept out of the list of processes |
+| `MURAL_API_KEY` | one more `--api-key`, kept out of the list of processes; for `mural adapters` \
+the key for a server |
 | `MURAL_STORE` | `--store` of `mural adapters` |
 | `MURAL_CONTROL_TOKEN` | the control API's token, as `--control-token-file` |
 | `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` | `--allow-runtime-lora-updating` |

@@ -3,6 +3,7 @@
 =============================================  ==================================================
 ``/srv/adapters``, ``file:///srv/adapters``    a directory that is there
 ``s3://bucket/prefix?endpoint_url=…&…``        S3: any setting of ``S3Settings`` but credentials
+``http(s)://host[:port]``                      a Mural server, by its upload API
 =============================================  ==================================================
 """
 
@@ -18,8 +19,10 @@ from mural_resolvers.store import AdapterStore
 __all__ = ["open_store"]
 
 
-def open_store(location: str, limits: AdapterLimits = DEFAULT_LIMITS) -> AdapterStore:
-    """Open the store at ``location``.
+def open_store(
+    location: str, limits: AdapterLimits = DEFAULT_LIMITS, *, api_key: str | None = None
+) -> AdapterStore:
+    """Open the store at ``location``; ``api_key`` is for a server, and never part of the text.
 
     Nothing is asked of the store yet, and each kind is imported only where it is asked for.
     Raises ``InvalidInput`` for what is no store, and where its packages are not installed.
@@ -32,10 +35,12 @@ def open_store(location: str, limits: AdapterLimits = DEFAULT_LIMITS) -> Adapter
             return _open_directory(_local_path(location), limits)
         case "s3":
             return _open_s3(location, limits)
+        case "http" | "https":
+            return _open_server(location, api_key)
         case _:
             raise InvalidInput(
-                f"{quoted(scheme + '://')} is no kind of store: give s3://bucket/prefix or a "
-                "folder."
+                f"{quoted(scheme + '://')} is no kind of store: give s3://bucket/prefix, a folder "
+                "or a server's http(s)://host:port."
             )
 
 
@@ -59,3 +64,9 @@ def _open_s3(url: str, limits: AdapterLimits) -> AdapterStore:
     from mural_resolvers.s3 import S3Settings, S3Store
 
     return S3Store(S3Settings.from_url(url), limits)
+
+
+def _open_server(url: str, api_key: str | None) -> AdapterStore:
+    from mural_resolvers.server_store import ServerSettings, ServerStore
+
+    return ServerStore(ServerSettings.from_url(url, api_key))

@@ -6,15 +6,17 @@ import argparse
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TypeAlias
 
-from mural_resolvers.errors import AdapterNotFound, MalformedName, quoted
+from mural_resolvers.errors import AdapterNotFound, InvalidInput, MalformedName, quoted
 from mural_resolvers.names import LATEST, AdapterName, is_version, parse_name
 from mural_resolvers.open_store import open_store
 from mural_resolvers.store import AdapterStore
 from mural_resolvers.versions import highest_version
 
 __all__ = [
+    "API_KEY_VARIABLE",
     "STORE_VARIABLE",
     "Act",
     "Actions",
@@ -33,6 +35,8 @@ __all__ = [
 Actions: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 STORE_VARIABLE = "MURAL_STORE"
+API_KEY_VARIABLE = "MURAL_API_KEY"
+_MAX_KEY_FILE_BYTES = 4096
 
 Act = Callable[[argparse.Namespace], int]
 """Does what was asked and gives the exit status."""
@@ -69,7 +73,14 @@ def add_action(
         *([store] if store else []),
         dest="store",
         metavar="STORE",
-        help=f"s3://bucket/prefix[?endpoint_url=…] or a folder (default: {STORE_VARIABLE})",
+        help="s3://bucket/prefix[?endpoint_url=…], a folder, or a server's http(s)://host:port "
+        f"(default: {STORE_VARIABLE})",
+    )
+    group.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help=f"holds the key for a server (default: {API_KEY_VARIABLE})",
     )
     return parser
 
@@ -139,11 +150,23 @@ async def opened_store(args: argparse.Namespace) -> AsyncIterator[AdapterStore]:
     url = args.store or os.environ.get(STORE_VARIABLE)
     if not url:
         raise UsageError(f"which store? Give --store, or set {STORE_VARIABLE}")
-    store = open_store(url)
+    key = _read_key(args.api_key_file) if args.api_key_file else os.environ.get(API_KEY_VARIABLE)
+    # Set and empty is how a shell says none; an empty file is a mistake.
+    store = open_store(url, api_key=key if args.api_key_file else key or None)
     try:
         yield store
     finally:
         await store.close()
+
+
+def _read_key(path: Path) -> str:
+    try:
+        with path.open(encoding="ascii") as file:
+            return file.read(_MAX_KEY_FILE_BYTES).strip()
+    except OSError as error:
+        raise InvalidInput(f"--api-key-file {quoted(str(path))}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise InvalidInput(f"--api-key-file {quoted(str(path))} is not ASCII text.") from None
 
 
 async def find_version(store: AdapterStore, name: AdapterName) -> AdapterName:

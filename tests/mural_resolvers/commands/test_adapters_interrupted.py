@@ -93,3 +93,17 @@ def test_an_interrupted_push_to_s3_publishes_nothing(
     assert (out, err) == ("", "")
     assert mural("ls", "--store", s3_store, "--json").json["versions"] == []
     assert mural("push", adapter, "acme:v1", "--to", s3_store, "--json").json["created"] is True
+
+
+def test_a_push_to_a_silent_server_ends_with_ctrl_c(program: Path, adapter: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        argv = [program, "adapters", "push", adapter, "acme:v1", "--to", url]
+        push = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        client, _ = silent.accept()
+        with client:
+            assert client.recv(1024).startswith(b"POST /v1/adapters/acme/default:v1 HTTP/1.1")
+            push.send_signal(signal.SIGINT)
+            out, err = push.communicate(timeout=60)
+
+    assert (push.returncode, out, err) == (130, "", "")
