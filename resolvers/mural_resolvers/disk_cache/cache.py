@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 from mural_resolvers.disk_cache.content import Content
-from mural_resolvers.disk_cache.eviction import Shortage, evict
 from mural_resolvers.disk_cache.interface import (
     CachedVersion,
     CacheSettings,
@@ -24,11 +20,10 @@ from mural_resolvers.disk_cache.interface import (
 from mural_resolvers.disk_cache.layout import (
     Layout,
     disk_faults,
-    remove_tree,
     sync_folder,
-    write_atomically,
 )
 from mural_resolvers.disk_cache.lease import Lease
+from mural_resolvers.disk_cache.ledger import Ledger, Stamps
 from mural_resolvers.disk_cache.locks import FileLock, Mutex
 from mural_resolvers.disk_cache.name_records import NameRecords
 from mural_resolvers.disk_cache.records import (
@@ -36,13 +31,12 @@ from mural_resolvers.disk_cache.records import (
     Reservation,
     Usage,
     VersionRecord,
-    encode,
-    read_record,
 )
+from mural_resolvers.disk_cache.room import make_room, trim_to_quota
 from mural_resolvers.disk_cache.rot import drop_rotten, rotten_files
-from mural_resolvers.disk_cache.staging import Staged, Staging, reservations, reserve
+from mural_resolvers.disk_cache.staging import Staged, Staging, reserve
 from mural_resolvers.disk_cache.sweep import Findings, sweep
-from mural_resolvers.errors import MuralError, TooLarge, Unavailable
+from mural_resolvers.errors import TooLarge
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import AdapterName
@@ -51,8 +45,6 @@ __all__ = ["DiskCache"]
 
 logger = logging.getLogger("mural.cache")
 
-# Room is made for a twentieth of the quota at once, so that few stages look at every version.
-_BATCH = 20
 # An eviction that looks whether a version is leased locks it for some microseconds.
 _LEASE_TRIES = 20
 _LEASE_WAIT_S = 0.002
@@ -79,8 +71,9 @@ class DiskCache:
         self._layout = Layout(root)
         self._content = Content(self._layout, limits)
         self._names = NameRecords(self._layout)
-        self._mutex = Mutex(self._layout.mutex, settings.lock_timeout_s)
-        self._stamps = _Stamps(now_ns)
+        self._stamps = Stamps(now_ns)
+        mutex = Mutex(self._layout.mutex, settings.lock_timeout_s)
+        self._ledger = Ledger(self._layout, self._content, mutex, self._stamps)
         self._read_only = False
         self._handed_out: weakref.WeakSet[Staging | Lease] = weakref.WeakSet()
 
@@ -95,11 +88,8 @@ class DiskCache:
             if self._read_only:
                 logger.warning("the cache of adapters is read-only: nothing can be added to it")
                 return _report(sweep(self._layout, self._content, repair=False), read_only=True)
-            with self._mutex.held():
-                self._layout.usage.unlink(missing_ok=True)
-                findings = self._sweep()
-                self._make_room(findings.usage, 0, "", counts=0)
-                self._save(findings.usage)
+        with self._ledger.opening() as findings:
+            trim_to_quota(self._layout, self._content, findings.usage, self._settings)
         return _report(findings)
 
     # -- looking -----------------------------------------------------------------------------------
@@ -134,19 +124,26 @@ class DiskCache:
         return lease
 
     def _lease_lock(self, digest: str) -> FileLock:
-        if not self._content.has(digest):
-            raise NotCached
         path = self._layout.lock(digest)
         for _ in range(_LEASE_TRIES):
+            if not self._content.has(digest):
+                raise NotCached
             try:
                 lock = FileLock.try_acquire(path, shared=True)
             except FileNotFoundError:
-                break
+                self._mend(path)
+                continue
             if lock is None:
                 time.sleep(_LEASE_WAIT_S)
             elif lock.is_at(path):
                 return lock
         raise NotCached
+
+    def _mend(self, path: Path) -> None:
+        """Sweep where a version's lock file is gone: an eviction has the version gone before."""
+        with self._ledger.changing() as usage:
+            if not path.exists():
+                usage.become(self._ledger.sweep().usage)
 
     def _touch(self, lock: FileLock) -> None:
         stamp_ns = self._stamps.next()
@@ -169,22 +166,24 @@ class DiskCache:
                 f"The adapter has {num_bytes} bytes; the whole cache has "
                 f"{self._settings.quota_bytes}."
             )
-        with self._changing() as usage:
-            self._make_room(usage, num_bytes, tenant, counts=1)
+        asked = Reservation(tenant, num_bytes)
+        with self._ledger.changing() as usage:
+            make_room(self._layout, self._content, usage, self._settings, asked)
+            # In here, so that a full disk ends this in good order.
             with disk_faults():
-                staging = reserve(self._layout, Reservation(tenant, num_bytes), self._install)
+                staging = reserve(self._layout, asked, self._install)
         self._handed_out.add(staging)
         return staging
 
     def _install(self, staged: Staged) -> CachedVersion:
         name, manifest, tenant = staged.name, staged.manifest, staged.tenant
         record = _record(name, manifest.digest, staged.source, staged.revision, tenant)
-        with self._changing() as usage:
+        with self._ledger.changing() as usage:
             self._names.check(name, manifest.digest)
             if self._content.manifest(manifest.digest) is None:
                 if self._content.has(manifest.digest):
                     # A broken one, which goes in a sweep as at a start.
-                    usage.become(self._sweep().usage)
+                    usage.become(self._ledger.sweep().usage)
                 stamp_ns = self._stamps.next()
                 usage.bytes += self._content.install(staged.folder, manifest, tenant, stamp_ns)
                 usage.add(VersionRecord(tenant, manifest.num_bytes))
@@ -202,7 +201,7 @@ class DiskCache:
 
         Raises ``Conflict`` when the name has had other content.
         """
-        with self._changing() as usage:
+        with self._ledger.changing() as usage:
             manifest = self._content.manifest(digest)
             if manifest is None:
                 return None
@@ -216,43 +215,13 @@ class DiskCache:
         with disk_faults():
             if not os.path.lexists(self._layout.name(name)):
                 return
-        with self._changing() as usage:
+        with self._ledger.changing() as usage:
             usage.names -= self._names.remove(name)
 
     def _note(self, usage: Usage, name: AdapterName, record: NameRecord) -> None:
         usage.names += self._names.write(name, record)
         if usage.names > self._settings.max_names:
             usage.names -= self._names.trim(self._content, self._settings.max_names)
-
-    def _make_room(self, usage: Usage, num_bytes: int, tenant: str, *, counts: int) -> None:
-        dead: list[Path] = []
-        live = list(reservations(self._layout, dead))
-        for path in dead:
-            remove_tree(path)
-        settings = self._settings
-        reserved = num_bytes + sum(reservation.num_bytes for reservation in live)
-        over_quota = usage.bytes + reserved - settings.quota_bytes
-        over_disk = 0
-        if num_bytes:
-            unwritten = num_bytes + sum(reservation.unwritten for reservation in live)
-            over_disk = unwritten + settings.min_free_bytes - _free_bytes(self._layout.root)
-        versions = usage.versions + len(live) + counts - settings.max_versions
-        shortage = Shortage(
-            max(0, over_quota, over_disk), max(0, versions), settings.quota_bytes // _BATCH
-        )
-        if shortage.met_by(0, 0):
-            return
-        held = Counter({tenant: num_bytes})
-        for reservation in live:
-            held[reservation.tenant] += reservation.num_bytes
-        possible = shortage.num_bytes <= usage.bytes
-        if possible and evict(self._layout, self._content, usage, shortage, held):
-            return
-        if not counts:
-            return  # at the start nothing is asked for: what is leased stays, over the quota
-        if over_disk > max(0, over_quota):
-            raise Unavailable("The disk of the cache of adapters is full.", retry_after_s=10.0)
-        raise Unavailable("The cache of adapters is full of what is in use.", retry_after_s=5.0)
 
     # -- checking ----------------------------------------------------------------------------------
 
@@ -277,26 +246,34 @@ class DiskCache:
         if not rotten:
             return True
         logger.warning("a cached version has rotted and is dropped: %s", digest)
-        with self._changing() as usage:
+        with self._ledger.changing() as usage:
             drop_rotten(self._layout, self._content, digest, rotten)
-            usage.become(self._sweep().usage)
+            usage.become(self._ledger.sweep().usage)
         return False
 
     def usage(self) -> CacheUsage:
-        """What the cache holds."""
-        with disk_faults():
-            usage = read_record(self._layout.usage, Usage)
-            if usage is None:
-                with self._exclusively():
-                    usage = self._load()
+        """What the cache holds; looks at every version only where that has not been noted."""
+        usage = self._usage()
         return CacheUsage(
             usage.bytes, self._settings.quota_bytes, usage.versions, dict(usage.by_tenant)
         )
 
+    def _usage(self) -> Usage:
+        with disk_faults():
+            noted = self._ledger.read()
+            if noted is None and self._read_only:
+                return sweep(self._layout, self._content, repair=False).usage
+        if noted is None:
+            with self._ledger.changing() as usage:
+                return usage
+        return noted
+
     def check_integrity(self, deep: bool = False) -> None:
-        """Raise ``AssertionError`` where the folder is not what it should be; ``deep`` hashes."""
-        with disk_faults(), self._exclusively():
-            noted = self._load()
+        """Raise ``AssertionError`` where the folder is not what it should be; ``deep`` hashes.
+
+        Needs a disk that can be written to.
+        """
+        with self._ledger.changing() as noted:
             findings = sweep(self._layout, self._content, repair=False)
             # What a dead process left waits for the next who stages.
             faults = {kind: n for kind, n in findings.faults.items() if kind != "unfinished"}
@@ -316,77 +293,15 @@ class DiskCache:
             else:
                 handed_out.release()
 
-    # -- the state under the mutex -----------------------------------------------------------------
-
-    @contextmanager
-    def _changing(self) -> Iterator[Usage]:
-        """Hold the mutex and what is used; what has changed in it is saved.
-
-        While a change is under way there is no record of the usage. A process that dies, or a
-        disk that fails, in the midst of one so makes the next one count anew.
-        """
-        with disk_faults(), self._mutex.held():
-            usage = self._load()
-            self._layout.usage.unlink(missing_ok=True)
-            try:
-                yield usage
-            except MuralError:
-                self._save(usage)
-                raise
-            self._save(usage)
-
-    def _exclusively(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._read_only else self._mutex.held()
-
-    def _load(self) -> Usage:
-        usage = read_record(self._layout.usage, Usage)
-        return self._sweep().usage if usage is None else usage
-
-    def _sweep(self) -> Findings:
-        findings = sweep(self._layout, self._content, repair=not self._read_only)
-        self._stamps.follow(findings.newest_ns)
-        return findings
-
-    def _save(self, usage: Usage) -> None:
-        try:
-            write_atomically(self._layout.usage, encode(usage), self._layout.temporary, sync=False)
-        except OSError as error:
-            # What was done stays done; that nobody knows the usage is what its absence says.
-            logger.warning("the cache's usage could not be noted: %s", error.strerror)
-
     def _cached(self, name: AdapterName, manifest: Manifest, record: NameRecord) -> CachedVersion:
         path = self._layout.version(manifest.digest)
         return CachedVersion(name, path, manifest, record.source, record.revision)
-
-
-class _Stamps:
-    """Times of leases, each later than the one before, whatever the clock does."""
-
-    def __init__(self, now_ns: Callable[[], int]) -> None:
-        self._now_ns = now_ns
-        self._last_ns = 0
-        self._lock = threading.Lock()
-
-    def next(self) -> int:
-        with self._lock:
-            self._last_ns = max(self._now_ns(), self._last_ns + 1)
-            return self._last_ns
-
-    def follow(self, stamp_ns: int) -> None:
-        """Go on after a stamp of another process, or of an earlier start."""
-        with self._lock:
-            self._last_ns = max(self._last_ns, stamp_ns)
 
 
 def _record(name: AdapterName, digest: str, source: str, revision: str, tenant: str) -> NameRecord:
     return NameRecord(
         name=name.exact, digest=digest, source=source, revision=revision, tenant=tenant
     )
-
-
-def _free_bytes(path: Path) -> int:
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
 
 
 def _report(findings: Findings, *, read_only: bool = False) -> SweepReport:

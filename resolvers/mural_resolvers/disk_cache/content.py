@@ -11,6 +11,7 @@ from pathlib import Path
 from mural_resolvers.digest import ENGINE_FILES, FileEntry
 from mural_resolvers.disk_cache.layout import (
     Layout,
+    StrPath,
     is_digest,
     is_real_folder,
     read_small,
@@ -41,8 +42,8 @@ class Content:
         """Whether a version's folder is there, whatever is in it."""
         return is_digest(digest) and is_real_folder(self._layout.version(digest))
 
-    def _read(self, folder: Path, digest: str) -> Manifest | None:
-        data = read_small(folder / MANIFEST_FILE, self._limits.max_manifest_bytes)
+    def _read(self, folder: StrPath, digest: str) -> Manifest | None:
+        data = read_small(f"{os.fspath(folder)}/{MANIFEST_FILE}", self._limits.max_manifest_bytes)
         if data is None:
             return None
         try:
@@ -51,15 +52,14 @@ class Content:
             return None
         return manifest if manifest.digest == digest else None
 
-    def whole(self, digest: str, sizes: dict[int, int]) -> Manifest | None:
-        """The manifest, if all of the version's files are there at their sizes.
+    def whole(self, folder: str, digest: str, sizes: dict[int, int]) -> Manifest | None:
+        """The manifest of a version's folder, if all of its files are there at their sizes.
 
         Their inodes and sizes are added to ``sizes``, by which links of one content count once.
         """
-        manifest = self.manifest(digest)
+        manifest = self._read(folder, digest)
         if manifest is None:
             return None
-        folder = self._layout.version(digest)
         inodes: dict[int, int] = {}
         for file in manifest.files:
             try:

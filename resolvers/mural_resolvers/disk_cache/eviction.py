@@ -6,7 +6,7 @@ import heapq
 import os
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mural_resolvers.disk_cache.content import Content
 from mural_resolvers.disk_cache.layout import Layout, is_digest
@@ -28,15 +28,23 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What must go; ``batch_bytes`` more may go along, so that not every stage has to look."""
+    """What must go, and what may go along, so that not every stage has to look at all."""
 
     num_bytes: int
     versions: int = 0
     batch_bytes: int = 0
+    batch_versions: int = 0
 
     def met_by(self, num_bytes: int, versions: int) -> bool:
         """Whether this is enough."""
         return num_bytes >= self.num_bytes and versions >= self.versions
+
+    def exceeded_by(self, num_bytes: int, versions: int) -> bool:
+        """Whether this is more than may go along."""
+        return (
+            num_bytes > self.num_bytes + self.batch_bytes
+            or versions > self.versions + self.batch_versions
+        )
 
 
 def eviction_order(
@@ -69,12 +77,12 @@ def evict(
 ) -> bool:
     """Evict what the shortage asks for; False, with nothing gone in vain, where it cannot be.
 
-    The caller holds the mutex. Reads the record of every version.
+    ``held``: see ``eviction_order``. The caller holds the mutex. Reads the record of every version.
     """
     candidates = _candidates(layout)
     bytes_left, versions_left = shortage.num_bytes, shortage.versions
     while bytes_left > 0 or versions_left > 0:
-        left = Shortage(bytes_left, versions_left, shortage.batch_bytes)
+        left = replace(shortage, num_bytes=bytes_left, versions=versions_left)
         victims = _choose(layout, candidates.values(), left, held)
         if victims is None:
             return False
@@ -93,12 +101,11 @@ def _choose(
     """Versions that nobody leases and that meet the shortage, as if no two shared a blob."""
     victims: list[Candidate] = []
     num_bytes = 0
-    allowed = shortage.num_bytes + shortage.batch_bytes
     order = eviction_order(candidates, held)
     candidate = next(order, None)
     while candidate is not None:
-        met = shortage.met_by(num_bytes, len(victims))
-        if met and num_bytes + candidate.num_bytes > allowed:
+        more = num_bytes + candidate.num_bytes, len(victims) + 1
+        if shortage.met_by(num_bytes, len(victims)) and shortage.exceeded_by(*more):
             break
         evictable = not _is_leased(layout, candidate.digest)
         if evictable:
@@ -145,7 +152,7 @@ def _candidates(layout: Layout) -> dict[str, Candidate]:
     with os.scandir(layout.locks) as entries:
         for entry in entries:
             if entry.name in present:
-                record = read_record(layout.lock(entry.name), VersionRecord) or VersionRecord()
+                record = read_record(entry.path, VersionRecord) or VersionRecord()
                 stamp_ns = entry.stat(follow_symlinks=False).st_mtime_ns
                 found[entry.name] = Candidate(entry.name, record.tenant, record.num_bytes, stamp_ns)
     return found

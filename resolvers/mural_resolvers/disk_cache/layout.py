@@ -29,6 +29,7 @@ from mural_resolvers.names import AdapterName
 
 __all__ = [
     "Layout",
+    "StrPath",
     "disk_faults",
     "is_digest",
     "is_real_folder",
@@ -40,6 +41,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger("mural.cache")
+
+StrPath = str | os.PathLike[str]
 
 _TAG = "CACHEDIR.TAG"
 # https://bford.info/cachedir/: back-ups leave such a folder out.
@@ -107,12 +110,14 @@ class Layout:
 
     def _create(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
+        # Looked at before the tag is, which another process that starts writes first of all.
+        filled = any(os.path.lexists(folder) for folder in self.folders)
         tag = self.root / _TAG
         if not os.path.lexists(tag):
             # What is removed at a start must be the cache's own, whatever folder was named.
-            if any(os.path.lexists(folder) for folder in self.folders):
+            if filled:
                 raise InvalidInput("The cache's folder holds other things: give it one of its own.")
-            write_file(tag, _TAG_TEXT)
+            write_atomically(tag, _TAG_TEXT, self.root / f".{_TAG}-{os.getpid()}")
         self._check_tag()
         for folder in self.folders:
             folder.mkdir(exist_ok=True)
@@ -171,17 +176,17 @@ def _unavailable(error: OSError) -> Unavailable:
     )
 
 
-def is_real_folder(path: Path) -> bool:
+def is_real_folder(path: StrPath) -> bool:
     """Whether a folder is there, and no link to one."""
     try:
-        return stat.S_ISDIR(path.lstat().st_mode)
+        return stat.S_ISDIR(os.lstat(path).st_mode)
     except OSError as error:
         if leads_nowhere(error):
             return False
         raise
 
 
-def read_small(path: Path, max_bytes: int) -> bytes | None:
+def read_small(path: StrPath, max_bytes: int) -> bytes | None:
     """A small regular file's bytes; None where there is none, or something else, or more."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -202,11 +207,13 @@ def write_file(path: Path, data: bytes, *, sync: bool = True) -> None:
     """Write a file, and have it on the disk where ``sync``."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o644)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-        file.flush()
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
         if sync:
             os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_atomically(path: Path, data: bytes, temporary: Path, *, sync: bool = True) -> None:
@@ -228,18 +235,18 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_tree(path: Path) -> None:
+def remove_tree(path: StrPath) -> None:
     """Remove whatever is there; follows no link, and what another removes meanwhile is gone."""
     try:
-        is_folder = stat.S_ISDIR(path.lstat().st_mode)
+        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:
         return
     with suppress(FileNotFoundError):
         if not is_folder:
-            path.unlink()
+            os.unlink(path)
             return
         with os.scandir(path) as entries:
-            names = [entry.name for entry in entries]
-        for name in names:
-            remove_tree(path / name)
-        path.rmdir()
+            paths = [entry.path for entry in entries]
+        for inner in paths:
+            remove_tree(inner)
+        os.rmdir(path)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mural_resolvers.disk_cache.layout import StrPath
 from mural_resolvers.errors import Unavailable
 
 __all__ = ["FileLock", "Mutex"]
@@ -32,7 +33,7 @@ class FileLock:
 
     @classmethod
     def try_acquire(
-        cls, path: Path, *, shared: bool = False, create: bool = False
+        cls, path: StrPath, *, shared: bool = False, create: bool = False
     ) -> FileLock | None:
         """Take the lock, or give None where another holds it; raises ``OSError``."""
         # A file that is only locked is opened for reading: a read-only disk has leases too.

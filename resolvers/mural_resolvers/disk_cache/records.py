@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from mural_resolvers.disk_cache.layout import is_digest, read_small
+from mural_resolvers.disk_cache.layout import StrPath, is_digest, read_small
 
 __all__ = [
     "MAX_RECORD_BYTES",
@@ -90,7 +89,7 @@ def encode(record: Record) -> bytes:
     return _encoder.encode(record)
 
 
-def read_record(path: Path, kind: type[R]) -> R | None:
+def read_record(path: StrPath, kind: type[R]) -> R | None:
     """Read a record; None where there is none, or something that the cache did not write."""
     data = read_small(path, _MAX_USAGE_BYTES if kind is Usage else MAX_RECORD_BYTES)
     if data is None:

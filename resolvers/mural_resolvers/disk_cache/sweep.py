@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mural_resolvers.disk_cache.content import Content
-from mural_resolvers.disk_cache.layout import Layout, is_digest, remove_tree
+from mural_resolvers.disk_cache.layout import Layout, StrPath, is_digest, remove_tree
 from mural_resolvers.disk_cache.locks import FileLock
 from mural_resolvers.disk_cache.name_records import NameRecords
 from mural_resolvers.disk_cache.records import Usage, VersionRecord, read_record
 from mural_resolvers.disk_cache.staging import reservations
+from mural_resolvers.manifest import Manifest
 
 __all__ = ["Findings", "sweep"]
 
@@ -61,58 +62,63 @@ class _Walk:
 
     def versions(self) -> None:
         """Versions and their lock files, each of which goes where the other is missing."""
-        whole: set[str] = set()
+        sizes: dict[str, int] = {}
         for entry in _entries(self._layout.versions):
             if not is_digest(entry.name):
-                self._fault("stray", Path(entry.path))
-            elif (size := self._version(entry.name)) is None:
-                self._broken(entry.name)
-            else:
-                whole.add(entry.name)
-                self._owned(entry.name, size)
+                self._fault("stray", entry.path)
+                continue
+            manifest = self._whole(entry)
+            if manifest is not None:
+                sizes[entry.name] = manifest.num_bytes
         for entry in _entries(self._layout.locks):
-            if entry.name not in whole and entry.name != self._layout.mutex.name:
+            if entry.name in sizes:
+                self._owned(entry, sizes.pop(entry.name))
+            elif entry.path != str(self._layout.mutex):
                 self._lock_without_version(entry)
+        for digest, num_bytes in sizes.items():
+            self._version_without_lock(digest, VersionRecord("", num_bytes))
 
-    def _version(self, digest: str) -> int | None:
-        manifest = self._content.whole(digest, self._inodes)
-        return None if manifest is None else manifest.num_bytes
-
-    def _broken(self, digest: str) -> None:
-        self.findings.faults["broken version"] += 1
-        if self._repair:
-            self._content.remove(digest)
-
-    def _owned(self, digest: str, num_bytes: int) -> None:
-        path = self._layout.lock(digest)
-        record = read_record(path, VersionRecord)
-        if record is None or record.num_bytes != num_bytes:
-            record = VersionRecord("" if record is None else record.tenant, num_bytes)
-            self.findings.faults["stray"] += 1
+    def _whole(self, entry: os.DirEntry[str]) -> Manifest | None:
+        manifest = None
+        if entry.is_dir(follow_symlinks=False):
+            manifest = self._content.whole(entry.path, entry.name, self._inodes)
+        if manifest is None:
+            self.findings.faults["broken version"] += 1
             if self._repair:
-                if not path.is_file() or path.is_symlink():
-                    remove_tree(path)
-                self._content.note_owner(digest, record, 0)
-        else:
-            stamp_ns = path.stat().st_mtime_ns
-            self.findings.newest_ns = max(self.findings.newest_ns, stamp_ns)
+                self._content.remove(entry.name)
+        return manifest
+
+    def _owned(self, entry: os.DirEntry[str], num_bytes: int) -> None:
+        record = read_record(entry.path, VersionRecord)
+        if record is None or record.num_bytes != num_bytes:
+            self._version_without_lock(entry.name, VersionRecord("", num_bytes))
+            return
+        self.findings.usage.add(record)
+        stamp_ns = entry.stat(follow_symlinks=False).st_mtime_ns
+        self.findings.newest_ns = max(self.findings.newest_ns, stamp_ns)
+
+    def _version_without_lock(self, digest: str, record: VersionRecord) -> None:
+        """It is nobody's then, and was leased before all others."""
+        path = self._layout.lock(digest)
+        self._fault("stray", path, gone=not (path.is_file() and not path.is_symlink()))
+        if self._repair:
+            self._content.note_owner(digest, record, 0)
         self.findings.usage.add(record)
 
     def _lock_without_version(self, entry: os.DirEntry[str]) -> None:
         """Left by an eviction that did not end, or by a version that rotted under its lease."""
-        path = Path(entry.path)
         if not (is_digest(entry.name) and entry.is_file(follow_symlinks=False)):
-            self._fault("stray", path)
-        elif (lock := FileLock.try_acquire(path)) is not None:
-            self._fault("unfinished", path)
+            self._fault("stray", entry.path)
+        elif (lock := FileLock.try_acquire(entry.path)) is not None:
+            self._fault("unfinished", entry.path)
             lock.release()
 
     def blobs(self) -> None:
         for folder in _entries(self._layout.blobs):
             if len(folder.name) != 2 or not folder.is_dir(follow_symlinks=False):
-                self._fault("stray", Path(folder.path))
+                self._fault("stray", folder.path)
                 continue
-            for entry in _entries(Path(folder.path)):
+            for entry in _entries(folder.path):
                 self._blob(entry, folder.name)
         self.findings.usage.bytes = sum(self._inodes.values())
 
@@ -120,9 +126,9 @@ class _Walk:
         found = entry.stat(follow_symlinks=False)
         ours = is_digest(entry.name) and entry.name.startswith(prefix)
         if not ours or not stat.S_ISREG(found.st_mode):
-            self._fault("stray", Path(entry.path))
+            self._fault("stray", entry.path)
         elif found.st_nlink == 1:
-            self._fault("orphaned blob", Path(entry.path))
+            self._fault("orphaned blob", entry.path)
         else:
             self._inodes[found.st_ino] = found.st_size
 
@@ -133,12 +139,12 @@ class _Walk:
             else:
                 self.findings.usage.names += 1
 
-    def _fault(self, kind: str, path: Path) -> None:
+    def _fault(self, kind: str, path: StrPath, *, gone: bool = True) -> None:
         self.findings.faults[kind] += 1
-        if self._repair:
+        if self._repair and gone:
             remove_tree(path)
 
 
-def _entries(folder: Path) -> list[os.DirEntry[str]]:
+def _entries(folder: StrPath) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
         return list(entries)

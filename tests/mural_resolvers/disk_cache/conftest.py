@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -14,6 +16,7 @@ from mural_resolvers.manifest import Manifest, PeftFacts
 from mural_resolvers.names import AdapterName, parse_name
 
 CONFIG = b"{}"
+MEMORY = Path("/dev/shm")
 
 
 class Version:
@@ -64,12 +67,22 @@ def make() -> type[Version]:
 
 
 @pytest.fixture
-def open_cache(tmp_path: Path) -> Callable[..., DiskCache]:
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be: hundreds of caches are made and removed."""
+    if not os.access(MEMORY, os.W_OK):
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir=MEMORY) as memory:
+        yield Path(memory)
+
+
+@pytest.fixture
+def open_cache(folder: Path) -> Callable[..., DiskCache]:
     """Open a cache in the test's folder; each call is another process's view of it."""
 
     def opened(root: Path | None = None, **settings: int | float | bool) -> DiskCache:
         known = {"min_free_bytes": 0, "quota_bytes": 1 << 20, **settings}
-        cache = DiskCache(root or tmp_path / "cache", CacheSettings(**known))  # type: ignore[arg-type] # by name
+        cache = DiskCache(root or folder / "cache", CacheSettings(**known))  # type: ignore[arg-type] # by name
         cache.open()
         return cache
 

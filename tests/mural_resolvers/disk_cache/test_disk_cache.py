@@ -246,11 +246,11 @@ def test_settings_that_mean_nothing_are_refused() -> None:
 
 
 def test_a_cache_opened_again_has_what_it_had(
-    open_cache: OpenCache, tmp_path: Path, make: Make
+    open_cache: OpenCache, folder: Path, make: Make
 ) -> None:
     make(1).put(open_cache(), V1)
 
-    cache = DiskCache(tmp_path / "cache", CacheSettings(quota_bytes=1000, min_free_bytes=0))
+    cache = DiskCache(folder / "cache", CacheSettings(quota_bytes=1000, min_free_bytes=0))
     report = cache.open()
 
     assert (report.versions, report.bytes, report.unfinished) == (1, 100, 0)
