@@ -7,10 +7,11 @@ import re
 
 __all__ = ["RedactingFormatter", "holds_key", "redacted"]
 
-_MARK = "mural_"
-_KEY = re.compile(r"mural_[a-z0-9]{8,32}_[A-Za-z0-9_-]{43}")
+# A message begins with a capital letter, whatever it quotes.
+_MARK = "ural_"
+_KEY = re.compile(r"[Mm]ural_[a-z0-9]{8,32}_[A-Za-z0-9_-]{43}")
 # A message may have been cut in the middle of a key: what is left of the secret goes, too.
-_SECRET = re.compile(r"(mural_[a-z0-9]{8,32}_)[A-Za-z0-9_-]{24,}")
+_SECRET = re.compile(r"([Mm]ural_[a-z0-9]{8,32}_)[A-Za-z0-9_-]{24,}")
 
 
 def holds_key(text: str) -> bool:

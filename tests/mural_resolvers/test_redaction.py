@@ -40,6 +40,10 @@ def test_a_key_cut_short_is_taken_for_one(length: int) -> None:
     assert SECRET[:20] not in redacted(cut)
 
 
+def test_a_capital_letter_hides_no_key() -> None:
+    assert SECRET not in redacted(f"M{MINTED.key[1:]} is not a parameter.")
+
+
 @pytest.mark.parametrize("padding", [0, 10, 40, 60, 70])
 def test_a_quoted_text_holds_no_part_of_a_key(padding: int) -> None:
     assert SECRET[:8] not in quoted(f"{'x' * padding} {MINTED.key}")
