@@ -598,6 +598,12 @@ class AdapterCatalog:
                 return FreedBytes()
             return await asyncio.shield(self._start_removal(entry.lora.lora_int_id))
 
+    def drop(self, name: AdapterName) -> None:
+        """Forget a version that its source has just lost; its weights drain beside."""
+        entry = self._resolved.get(name.short)
+        if entry is not None:
+            self._forget(entry)
+
     async def pin(self, name: str, *, pinned: bool) -> AdapterInfo:
         """Keep a name's weights resident, loading them if need be, or let them go again."""
         entry = self._known(name)

@@ -52,6 +52,7 @@ class ServeCommand:
         _add_lora_flags(parser)
         _add_http_flags(parser)
         _add_access_flags(parser)
+        _add_upload_flags(parser)
         _add_control_flags(parser)
 
     def run(self, args: argparse.Namespace) -> int:
@@ -426,6 +427,45 @@ def _add_access_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append a JSON line for each load, unload, pin and control action (default: to the "
         "log)",
+    )
+
+
+def _add_upload_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("uploads")
+    group.add_argument(
+        "--upload-store",
+        metavar="PLACE",
+        help="let tenants upload adapters, and publish them here for all replicas: a folder, or "
+        "s3://bucket/prefix?endpoint_url=… (default: no uploads)",
+    )
+    group.add_argument(
+        "--upload-dir",
+        metavar="DIR",
+        help="where they lie until they are judged (default: a folder among the temporary ones)",
+    )
+    group.add_argument(
+        "--upload-ttl-s",
+        type=float,
+        metavar="S",
+        help="an upload is gone after it (default 604800, a week); 0: never",
+    )
+    group.add_argument(
+        "--upload-max-bytes",
+        type=_size,
+        metavar="BYTES",
+        help="all files of one upload (default 2Gi)",
+    )
+    group.add_argument(
+        "--upload-quota-adapters",
+        type=int,
+        metavar="N",
+        help="uploads that a tenant may keep, unless its own limits say otherwise (default 100)",
+    )
+    group.add_argument(
+        "--upload-quota-bytes",
+        type=_size,
+        metavar="BYTES",
+        help="and their bytes (default 20Gi)",
     )
 
 

@@ -251,6 +251,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """None: what the file says, or 10 GiB."""
     allowed_adapter_path: tuple[str, ...] = ()
     """Folders beside ``adapter_dir`` from which the load endpoint may take an adapter."""
+    upload_store: str | None = None
+    """Where tenants' uploads are published, for all replicas: a folder or s3://…; None: off."""
+    upload_dir: str | None = None
+    """Where they lie until they are judged; None: a folder of this user's among the temporary."""
+    upload_ttl_s: float = 7 * 86_400.0
+    """0: they stay."""
+    upload_max_bytes: int = 2 * GiB
+    upload_quota_adapters: int = 100
+    """Per tenant, where its own limits do not say; so is the next."""
+    upload_quota_bytes: int = 20 * GiB
     auth: AuthMode | None = None
     """None: keys when a key is configured, else open."""
     api_key: tuple[str, ...] = ()
@@ -289,7 +299,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> None:
         """Raise `SettingsError` for the first value or combination that cannot work."""
-        for ok, message in (*self._network_rules(), *self._auth_rules(), *self._bound_rules()):
+        rules = (self._network_rules, self._auth_rules, self._upload_rules, self._bound_rules)
+        for ok, message in (rule for group in rules for rule in group()):
             if not ok:
                 raise SettingsError(message)
         self._check_names()
@@ -357,6 +368,27 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
             (
                 all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key),
                 "An API key has at least 8 printable ASCII characters.",
+            ),
+        )
+
+    def _upload_rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (
+                self.upload_store is None or self.resolved_auth == "keys",
+                "--upload-store needs keys, since an upload belongs to a tenant: give "
+                "--tenants-file or --api-key.",
+            ),
+            (
+                self.upload_ttl_s >= 0,
+                f"upload_ttl_s is {self.upload_ttl_s}: set it above 0, or to 0 to keep uploads.",
+            ),
+            *(
+                (value > 0, f"{name} is {value}: set it above 0.")
+                for name, value in (
+                    ("upload_max_bytes", self.upload_max_bytes),
+                    ("upload_quota_adapters", self.upload_quota_adapters),
+                    ("upload_quota_bytes", self.upload_quota_bytes),
+                )
             ),
         )
 

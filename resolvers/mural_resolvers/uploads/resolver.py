@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 
 from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.names import AdapterName
 from mural_resolvers.resolver import AdapterDescription, LoRAResolver, SourceFile
+from mural_resolvers.store import AdapterStore
 from mural_resolvers.tenants import Principal
+from mural_resolvers.uploads.record import UPLOAD_FILE, UploadRecord
 
 __all__ = ["UploadsResolver"]
 
+_MAX_REMEMBERED = 16_384
+
 
 class UploadsResolver(LoRAResolver):
-    """What another resolver finds, as long as it has not expired.
+    """What another resolver finds in the store, as long as it has not expired.
 
-    ``expires_at`` gives a published version's end in seconds since the epoch, or None. An alias
-    that means an expired version finds nothing until the version is reaped.
+    An alias that means an expired version finds nothing until the version is reaped. ``now``
+    gives seconds since the epoch.
     """
 
     def __init__(
-        self,
-        inner: LoRAResolver,
-        expires_at: Callable[[AdapterName], Awaitable[float | None]],
-        *,
-        now: Callable[[], float] = time.time,
+        self, inner: LoRAResolver, store: AdapterStore, *, now: Callable[[], float] = time.time
     ) -> None:
         self._inner = inner
-        self._expires_at = expires_at
+        self._store = store
         self._now = now
+        self._records: OrderedDict[AdapterName, UploadRecord | None] = OrderedDict()
 
     @property
     def name(self) -> str:
@@ -49,8 +51,17 @@ class UploadsResolver(LoRAResolver):
         found = await self._inner.resolve(principal, name, base)
         if found is None:
             return None
-        end = await self._expires_at(found.name)
-        return None if end is not None and self._now() >= end else found
+        record = await self._record(found.name)
+        return None if record is not None and record.has_expired(self._now()) else found
+
+    async def _record(self, name: AdapterName) -> UploadRecord | None:
+        """It is there before its version, and never changed: read once."""
+        if name not in self._records:
+            data = await self._store.read_record(name, UPLOAD_FILE)
+            self._records[name] = None if data is None else UploadRecord.from_json(data)
+            while len(self._records) > _MAX_REMEMBERED:
+                self._records.popitem(last=False)
+        return self._records[name]
 
     def open(
         self, adapter: AdapterDescription, file: SourceFile, start: int, stop: int

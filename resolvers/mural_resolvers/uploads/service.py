@@ -257,14 +257,6 @@ class Uploads:
         tenants = await self._store.tenants() if tenant is None else (tenant,)
         return tuple([upload for one in tenants for upload in await self._all_of(one)])
 
-    async def expires_at(self, name: AdapterName) -> float | None:
-        """When a published version expires, in seconds since the epoch; None: never."""
-        known = self._known.get(name)
-        if known is not None:
-            return None if known.record is None else known.record.expires_at
-        data = await self._store.read_record(name, UPLOAD_FILE)
-        return None if data is None else UploadRecord.from_json(data).expires_at
-
     async def _find(self, name: AdapterName) -> Upload | None:
         manifest = await self._store.manifest(name)
         if manifest is None:
@@ -372,6 +364,9 @@ class Uploads:
                 await self.reap()
             except MuralError as error:
                 logger.warning("expired uploads are not removed: %s", error)
+            except Exception:
+                # It must go on: nobody else would notice that it had ended.
+                logger.exception("removing expired uploads failed")
 
     async def close(self) -> None:
         """Let go of the store and of the threads."""

@@ -21,6 +21,13 @@ from mural_server.api.requests import (
 from mural_server.api.state import AppState
 from mural_server.api.status import get_health, get_metrics, get_ready, get_version
 from mural_server.api.tokenize import detokenize, tokenize
+from mural_server.api.uploads import (
+    UPLOAD_BODY,
+    delete_adapter,
+    list_adapters,
+    retrieve_adapter,
+    upload_adapter,
+)
 
 __all__ = ["create_app"]
 
@@ -31,6 +38,7 @@ def create_app(state: AppState) -> FastAPI:
     install_error_handlers(app, state.metrics.error)
     _add_generating_routes(app, state)
     _add_lora_routes(app, state)
+    _add_upload_routes(app, state)
     _add_status_routes(app, state)
     return app
 
@@ -84,6 +92,24 @@ def _add_lora_routes(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/unpin_lora_adapter", openapi_extra=_body_of(NamedLoRARequest))
     async def unpin(request: Request) -> Response:
         return await pin_lora_adapter(state, request, pinned=False)
+
+
+def _add_upload_routes(app: FastAPI, state: AppState) -> None:
+    @app.get("/v1/adapters")
+    async def adapters(request: Request) -> Response:
+        return await list_adapters(state, request)
+
+    @app.post("/v1/adapters/{name:path}", openapi_extra=UPLOAD_BODY)
+    async def upload(request: Request, name: str) -> Response:
+        return await upload_adapter(state, request, name)
+
+    @app.get("/v1/adapters/{name:path}")
+    async def adapter(request: Request, name: str) -> Response:
+        return await retrieve_adapter(state, request, name)
+
+    @app.delete("/v1/adapters/{name:path}")
+    async def delete(request: Request, name: str) -> Response:
+        return await delete_adapter(state, request, name)
 
 
 def _add_status_routes(app: FastAPI, state: AppState) -> None:

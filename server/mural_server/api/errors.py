@@ -26,6 +26,7 @@ __all__ = [
     "RequestTimeout",
     "RouteNotFound",
     "RuntimeUpdatesOff",
+    "UploadsOff",
     "error_bytes",
     "error_response",
     "install_error_handlers",
@@ -73,6 +74,13 @@ class RuntimeUpdatesOff(RouteNotFound):
             "Loading and unloading adapters by request is off: start the server with "
             "--allow-runtime-lora-updating."
         )
+
+
+class UploadsOff(RouteNotFound):
+    """Adapters can be uploaded only where there is a store for them."""
+
+    def __init__(self) -> None:
+        super().__init__("Uploads are off: start the server with --upload-store.")
 
 
 class InvalidUserInput(BadParameter):

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from mural_resolvers.errors import MuralError
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
+from mural_resolvers.resolver import LoRAResolver
 from mural_resolvers.sources import open_registry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_server.api.admission import Admission
@@ -37,6 +38,7 @@ from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed
 from mural_server.api.text import TextPipeline
 from mural_server.api.traffic import Traffic
+from mural_server.api.upload_source import open_upload_source
 from mural_server.catalog import AdapterCatalog
 from mural_server.engine.client import EngineClient
 from mural_server.engine.process import start_engine
@@ -94,7 +96,8 @@ async def build_state(
     auth = _authenticator(settings)
     limits = AdapterLimits(admit_bin=allow_bin_adapters)
     ids = LoRAIdAllocator()
-    registry = _registry(settings, client, ids, limits)
+    source = open_upload_source(settings, client.info, limits)
+    registry = _registry(settings, client, ids, limits, [] if source is None else [source.resolver])
     roots = [*([settings.adapter_dir] if settings.adapter_dir else ())]
     catalog = AdapterCatalog(
         client,
@@ -123,7 +126,12 @@ async def build_state(
     )
     metrics.add(AccessCollector(auth.tenants, accounts, audit))
     metrics.add(SourcesCollector(registry))
-    watching = None if auth.tenants is None else asyncio.create_task(auth.tenants.watch())
+    uploads = None if source is None else source.uploads(settings, client, registry, catalog)
+    beside: list[asyncio.Task[None]] = []
+    if auth.tenants is not None:
+        beside.append(asyncio.create_task(auth.tenants.watch(), name="watch tenants"))
+    if uploads is not None:
+        beside.append(asyncio.create_task(uploads.run(), name="reap uploads"))
     try:
         yield AppState(
             settings=settings,
@@ -135,13 +143,17 @@ async def build_state(
             admission=admission,
             metrics=metrics,
             audit=audit,
+            uploads=uploads,
             accounts=accounts,
             defaults=defaults,
             started_at=int(time.time()),
         )
     finally:
-        if watching is not None:
-            watching.cancel()
+        for task in beside:
+            task.cancel()
+        await asyncio.gather(*beside, return_exceptions=True)
+        if uploads is not None:
+            await uploads.close()
         await asyncio.to_thread(audit.close)
         await catalog.close()
         await registry.close()
@@ -150,7 +162,11 @@ async def build_state(
 
 
 def _registry(
-    settings: ServerSettings, client: EngineClient, ids: LoRAIdAllocator, limits: AdapterLimits
+    settings: ServerSettings,
+    client: EngineClient,
+    ids: LoRAIdAllocator,
+    limits: AdapterLimits,
+    resolvers: Sequence[LoRAResolver],
 ) -> LoRAResolverRegistry:
     """The sources and the cache in front of them; the cache is swept here, once."""
     try:
@@ -160,6 +176,7 @@ def _registry(
             ids,
             RegistrySettings(timeout_s=settings.adapter_wait_s),
             limits,
+            resolvers=resolvers,
         )
     except MuralError as error:
         raise SettingsError(f"adapters: {error.message}") from None

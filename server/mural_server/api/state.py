@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mural_resolvers.audit import AuditLog
 from mural_resolvers.tenants import Principal, TenantAccounts
+from mural_resolvers.uploads import Uploads
 from mural_server.api.admission import Admission
 from mural_server.api.auth import Authenticator
 from mural_server.api.metrics import Metrics
@@ -51,6 +52,7 @@ class AppState:
     admission: Admission
     metrics: Metrics
     audit: AuditLog
+    uploads: Uploads | None = None
     accounts: TenantAccounts = field(default_factory=TenantAccounts)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     salts: TenantSalts = field(default_factory=TenantSalts)
