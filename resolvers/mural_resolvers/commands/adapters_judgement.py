@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
@@ -28,6 +31,8 @@ __all__ = ["Judgement", "SlotBytes", "judge", "own_spec", "slot_bytes"]
 
 # Served as one layer each: an adapter on one of them takes its rank rows in all of them.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+_MATCHING_S = 10.0
 
 # No base has it, so that a file alone is never refused for its rank.
 _ANY_RANK = 1 << 30
@@ -65,7 +70,7 @@ def judge(
     manifest = build_manifest(folder, limits, within=within)
     config_bytes = read_bounded(contained(folder / CONFIG_FILE, within), limits.max_config_bytes)
     config = PeftConfig.from_json(config_bytes, limits)
-    refusals, plan, slot = [], None, None
+    refusals, plan = [], None
     try:
         stated = read_manifest(folder, limits)
         if stated is not None:
@@ -74,13 +79,49 @@ def judge(
         refusals.append(error.message)
     try:
         config.refuse_unsupported()
-        if any(file.path == WEIGHTS_FILE for file in manifest.files):
-            header = read_safetensors_header(contained(folder / WEIGHTS_FILE, within), limits)
-            plan = check_adapter(config, header, base or own_spec(header), limits)
-            slot = slot_bytes(plan, base)
+        with _deadline(_MATCHING_S):
+            plan = _plan(folder, manifest, config, base, limits, within)
     except (UnusableAdapter, TooLarge) as error:
         refusals.append(error.message)
+    slot = slot_bytes(plan, base) if plan else None
     return Judgement(manifest, tuple(refusals), None if refusals else plan, slot)
+
+
+def _plan(
+    folder: Path,
+    manifest: Manifest,
+    config: PeftConfig,
+    base: BaseSpec | None,
+    limits: AdapterLimits,
+    within: Path,
+) -> AdapterPlan | None:
+    if not any(file.path == WEIGHTS_FILE for file in manifest.files):
+        return None
+    header = read_safetensors_header(contained(folder / WEIGHTS_FILE, within), limits)
+    return check_adapter(config, header, base or own_spec(header), limits)
+
+
+@contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """Bound the matching of a file's regular expressions, which may take for ever.
+
+    ``re`` looks for signals as it backtracks; they reach the main thread alone, which is where a
+    command runs.
+    """
+
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise UnusableAdapter(
+            f"The expressions of {CONFIG_FILE} take more than {seconds:g} s to match."
+        )
+
+    before = signal.signal(signal.SIGALRM, expire)
+    left = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *left)
 
 
 def own_spec(header: dict[str, TensorInfo]) -> BaseSpec:

@@ -32,6 +32,7 @@ from mural_resolvers.versions import AliasTarget, version_key
 __all__ = ["add_alias", "add_ls", "add_rm"]
 
 _DIGEST_CHARS = 12
+_LOOK_UPS = 16
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -179,7 +180,14 @@ async def _list(args: argparse.Namespace) -> Listing:
 async def _of_tenant(store: AdapterStore, tenant: str) -> list[ListedVersion]:
     listed = await store.list(tenant)
     adapters = sorted({item.name.adapter for item in listed})
-    records = {adapter: await store.aliases(tenant, adapter) for adapter in adapters}
+    turns = asyncio.Semaphore(_LOOK_UPS)
+
+    async def look_up(adapter: str) -> Aliases:
+        async with turns:
+            return await store.aliases(tenant, adapter)
+
+    found = await asyncio.gather(*map(look_up, adapters))
+    records = dict(zip(adapters, found, strict=True))
     ordered = sorted(listed, key=lambda item: (item.name.adapter, version_key(item.name.version)))
     return [_listed(item, records[item.name.adapter]) for item in ordered]
 

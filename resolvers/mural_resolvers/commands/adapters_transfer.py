@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ from mural_resolvers.versions import AliasTarget
 __all__ = ["add_pull", "add_push"]
 
 _NAMED_AT_MOST = 6
+_STAGING = ".mural-pull-"
 
 _CONVERT = (
     'python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v in '
@@ -220,15 +222,7 @@ async def _point(store: AdapterStore, name: AdapterName, alias: str) -> None:
 
 def _pull(args: argparse.Namespace) -> int:
     folder: Path = args.folder
-    if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InvalidInput(f"{shown(str(folder))} exists and is not an empty folder.")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Whole or not at all, whatever breaks: it is renamed into place.
-    with tempfile.TemporaryDirectory(prefix=".mural-pull-", dir=folder.parent) as place:
-        staged = Path(place) / "adapter"
-        staged.mkdir()
-        pulled = asyncio.run(_fetch(args, staged))
-        staged.rename(folder)
+    pulled = _pull_into(folder, args) if os.path.lexists(folder) else _pull_as(folder, args)
     if args.json:
         print_json(pulled)
         return 0
@@ -241,6 +235,32 @@ def _pull(args: argparse.Namespace) -> int:
         ]
     )
     return 0
+
+
+def _pull_as(folder: Path, args: argparse.Namespace) -> Pulled:
+    """Make the folder, whole or not at all: it is renamed into place."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=_STAGING, dir=folder.parent) as place:
+        staged = Path(place) / "adapter"
+        staged.mkdir()
+        pulled = asyncio.run(_fetch(args, staged))
+        staged.rename(folder)
+        return pulled
+
+
+def _pull_into(folder: Path, args: argparse.Namespace) -> Pulled:
+    """Fill an empty folder, which may be a mount; what a pull that died left is no content."""
+    found = list(folder.iterdir()) if folder.is_dir() else [folder]
+    if not all(path.name.startswith(_STAGING) for path in found):
+        raise InvalidInput(f"{shown(str(folder))} exists and is not an empty folder.")
+    for path in found:
+        shutil.rmtree(path)
+    with tempfile.TemporaryDirectory(prefix=_STAGING, dir=folder) as place:
+        pulled = asyncio.run(_fetch(args, Path(place)))
+        # The configuration comes last: without it the folder is no adapter.
+        for file in sorted(pulled.files, key=lambda file: file.path == CONFIG_FILE):
+            os.rename(Path(place) / file.path, folder / file.path)
+        return pulled
 
 
 async def _fetch(args: argparse.Namespace, staged: Path) -> Pulled:

@@ -10,7 +10,7 @@ import asyncio
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import Annotated, Literal, NoReturn, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -42,7 +42,7 @@ class _Upload(msgspec.Struct):
     """What is read of the server's word for one adapter."""
 
     id: str
-    digest: str
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
     bytes: int
 
     def version(self) -> StoredVersion:

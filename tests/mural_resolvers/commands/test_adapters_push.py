@@ -245,6 +245,26 @@ def test_pull_fills_an_empty_folder_and_leaves_nothing_beside_it(
     assert os.listdir(target.parent) == ["target"]
 
 
+def test_what_a_pull_left_that_died_is_no_content(mural, adapter: Path, tmp_path: Path) -> None:
+    mural("push", adapter, "acme:v1")
+    target = tmp_path / "target"
+    (target / ".mural-pull-x").mkdir(parents=True)
+    (target / ".mural-pull-x" / WEIGHTS_FILE).touch()
+
+    assert mural("pull", "acme:v1", target).status == 0
+
+    assert sorted(os.listdir(target)) == sorted([CONFIG_FILE, WEIGHTS_FILE])
+
+
+def test_a_failed_pull_leaves_an_empty_folder_empty(mural, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+
+    assert mural("pull", "acme:v1", target).status == 1
+
+    assert os.listdir(target) == []
+
+
 def test_rot_in_the_store_is_not_pulled(mural, adapter: Path, store: Path, tmp_path: Path) -> None:
     mural("push", adapter, "acme:v1")
     rotten = store / "acme" / "default" / "v1" / WEIGHTS_FILE

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from mural_resolvers.base_spec import BaseSpec
+from mural_resolvers.commands import adapters_judgement
 from mural_resolvers.commands.adapters_base import read_base
 from mural_resolvers.digest import WEIGHTS_FILE
 from mural_resolvers.errors import InvalidInput
@@ -238,3 +240,19 @@ def test_without_the_server_s_package_a_model_needs_its_spec(
 ) -> None:
     with pytest.raises(InvalidInput, match=r"mural\[server\]"):
         read_base(str(tmp_path), None, readers)
+
+
+def test_an_expression_that_never_ends_is_refused(
+    mural, tmp_path: Path, write_adapter: WriteAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_judgement, "_MATCHING_S", 0.05)
+    handler = signal.getsignal(signal.SIGALRM)
+    module = "base_model.model." + "a" * 60
+    tensors = {f"{module}.lora_{half}.weight": ("F32", [4, 4]) for half in ("A", "B")}
+    config = {"target_modules": "(a+)+b"}
+
+    seen = mural("inspect", write_adapter(tmp_path / "a", config=config, tensors=tensors))
+
+    assert seen.status == 1
+    assert "to match" in seen.out
+    assert signal.getsignal(signal.SIGALRM) is handler
