@@ -26,6 +26,7 @@ from mural_resolvers.disk_cache.lease import Lease
 from mural_resolvers.disk_cache.ledger import Ledger, Stamps
 from mural_resolvers.disk_cache.locks import FileLock, Mutex
 from mural_resolvers.disk_cache.name_records import NameRecords
+from mural_resolvers.disk_cache.probe import probe
 from mural_resolvers.disk_cache.records import (
     NameRecord,
     Reservation,
@@ -88,6 +89,7 @@ class DiskCache:
             if self._read_only:
                 logger.warning("the cache of adapters is read-only: nothing can be added to it")
                 return _report(sweep(self._layout, self._content, repair=False), read_only=True)
+            probe(self._layout)
         with self._ledger.opening() as findings:
             trim_to_quota(self._layout, self._content, findings.usage, self._settings)
         return _report(findings)

@@ -123,7 +123,11 @@ class Content:
             if error.errno == errno.EMLINK:
                 return False
             raise
-        os.replace(temporary, path)
+        try:
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink()
+            raise
         return True
 
     def note_owner(self, digest: str, record: VersionRecord, stamp_ns: int) -> None:

@@ -123,7 +123,8 @@ class Layout:
             folder.mkdir(exist_ok=True)
             if not is_real_folder(folder):
                 raise InvalidInput("The cache's folder has a link in place of one of its folders.")
-        self._probe()
+        # The folders may all be there: this one tells whether the disk can be written to.
+        os.close(os.open(self.mutex, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
 
     def _is_whole(self) -> bool:
         if not all(is_real_folder(folder) for folder in self.folders):
@@ -134,26 +135,6 @@ class Layout:
     def _check_tag(self) -> None:
         if read_small(self.root / _TAG, 4096) != _TAG_TEXT:
             raise InvalidInput("The cache's folder is another program's, or another version's.")
-
-    def _probe(self) -> None:
-        """Find out whether the disk can be written to and has hard links."""
-        os.close(os.open(self.mutex, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
-        probe = self.staging / f"probe-{os.getpid()}"
-        try:
-            os.link(self.mutex, probe)
-        except FileExistsError:
-            return
-        except OSError as error:
-            # EROFS is told apart by who called; a full disk is no reason against a start.
-            if error.errno in _FULL:
-                return
-            if error.errno == errno.EROFS:
-                raise
-            raise InvalidInput(
-                "The cache's folder is on a file system without hard links, which it needs."
-            ) from error
-        with suppress(FileNotFoundError):  # another process, which starts too, swept it
-            probe.unlink()
 
 
 @contextmanager

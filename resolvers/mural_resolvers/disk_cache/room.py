@@ -17,8 +17,8 @@ from mural_resolvers.errors import Unavailable
 
 __all__ = ["make_room", "trim_to_quota"]
 
-# Room is made for a twentieth of the quota at once, so that few stages look at every version,
-# but for so many versions at most that nobody waits long for their files to go.
+# Room is made for a twentieth of what is there at once, so that few stages look at every
+# version, but for so many versions at most that nobody waits long for their files to go.
 _BATCH = 20
 _BATCH_VERSIONS = 128
 
@@ -37,7 +37,7 @@ def make_room(
     shortage = Shortage(
         num_bytes=max(0, over_quota, over_disk),
         versions=max(0, usage.versions + len(live) + 1 - settings.max_versions),
-        batch_bytes=settings.quota_bytes // _BATCH,
+        batch_bytes=min(settings.quota_bytes, usage.bytes) // _BATCH,
         batch_versions=min(_BATCH_VERSIONS, settings.max_versions // _BATCH),
     )
     held = _held(live)
