@@ -11,18 +11,21 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast, get_args
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from mural_resolvers import errors
+from mural_resolvers.audit import AuditLog, AuditNumbers
 from mural_resolvers.commands.adapters import adapters
 from mural_resolvers.errors import MuralError
+from mural_resolvers.tenants import TenantAccounts, TenantsFile, WatchNumbers
 from mural_server import catalog, settings
 from mural_server.api import errors as api_errors
 from mural_server.api.admission import Admission
-from mural_server.api.metrics import Metrics
+from mural_server.api.metrics import AccessCollector, Metrics
 from mural_server.api.traffic import Traffic
 from mural_server.catalog import AdapterCatalog, AdapterView
 from mural_server.commands import serve
@@ -131,8 +134,12 @@ the key for a server |
 
 | Command | Does |
 |---|---|
-| `mural tenants key TENANT [--admin] [--weight W] [--grant GLOB]` | makes an API key and the \
-record for the key file |
+| `mural tenants create-key TENANT [--file FILE] [--new-tenant] [--expires WHEN] [--note TEXT]` | \
+makes an API key, shows it once, and puts its record into the file or prints it |
+| `mural tenants create-key --admin [--file FILE]` | makes an admin's key |
+| `mural tenants revoke-key KEY_ID --file FILE` | takes a key out of the file |
+| `mural tenants list --file FILE [--json]` | shows the keys of a file |
+| `mural tenants check FILE` | says whether a server would take the file |
 | `mural --version` | prints the version |
 """
 
@@ -235,6 +242,14 @@ class _Catalog:
         ]
 
 
+class _TenantsFile:
+    numbers = WatchNumbers(loaded_at=datetime.fromtimestamp(0, UTC))
+
+
+class _Audit:
+    numbers = AuditNumbers()
+
+
 def metrics_page() -> str:
     """Every family of a scrape."""
     metrics = Metrics(
@@ -244,6 +259,8 @@ def metrics_page() -> str:
         Traffic(),
         max_adapter_labels=1,
     )
+    tenants = cast(TenantsFile, _TenantsFile())
+    metrics.add(AccessCollector(tenants, TenantAccounts(), cast(AuditLog, _Audit())))
     metrics.finished("stop")
     metrics.error(404)
     metrics.traffic.add("acme:v1", 1)
