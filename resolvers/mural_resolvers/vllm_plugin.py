@@ -305,9 +305,10 @@ def _above_0(environ: Mapping[str, str], variable: str, kind: Callable[[str], T]
 
 
 def _log_as_vllm_does() -> None:
-    """Send this package's log where vLLM's goes, which sets up no logger but its own."""
-    ours, theirs = logging.getLogger("mural"), logging.getLogger("vllm")
-    if not ours.hasHandlers() and theirs.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.level)
+    """Let this package's lines take the way of vLLM's, which sets up no logger but its own.
+
+    That happens after plug-ins are loaded, so that there is no handler to be had yet.
+    """
+    ours = logging.getLogger("mural")
+    if not ours.handlers:
+        ours.parent = logging.getLogger("vllm")

@@ -68,6 +68,12 @@ def vllm_registry(monkeypatch: pytest.MonkeyPatch) -> FakeVLLMRegistry:
     return registry
 
 
+@pytest.fixture(autouse=True)
+def own_way_of_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = logging.getLogger("mural")
+    monkeypatch.setattr(ours, "parent", ours.parent)
+
+
 # -- the environment -------------------------------------------------------------------------------
 
 
@@ -129,22 +135,17 @@ def test_sources_that_cannot_be_read_end_the_start(
     assert not vllm_registry.resolvers
 
 
-def test_the_log_goes_where_vllms_goes(
-    monkeypatch: pytest.MonkeyPatch, sources: Path, request: pytest.FixtureRequest
+def test_the_log_goes_where_vllms_goes_even_if_that_is_set_up_later(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours, theirs = logging.getLogger("mural"), logging.getLogger("vllm")
-    handler = logging.NullHandler()
-    theirs.addHandler(handler)
-    level = ours.level
-    for undo in (lambda: theirs.removeHandler(handler), lambda: ours.removeHandler(handler)):
-        request.addfinalizer(undo)
-    request.addfinalizer(lambda: ours.setLevel(level))
-    # The test runner's own handlers stand at the root, where vLLM has none.
-    monkeypatch.setattr(ours, "propagate", False)
     monkeypatch.delenv("MURAL_SOURCES", raising=False)
     register()
-    register()
-    assert ours.handlers == [handler]
+    theirs = logging.getLogger("vllm")
+    monkeypatch.setattr(theirs, "handlers", [caplog.handler])
+    monkeypatch.setattr(theirs, "propagate", False)
+    with caplog.at_level(logging.INFO, "vllm"):
+        logging.getLogger("mural.fetch").info("fetched acme:v1")
+    assert caplog.messages == ["fetched acme:v1"]
 
 
 def test_the_environment_is_read_whole() -> None:
