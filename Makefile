@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-stores lint format types imports check adapters bench docs clean
+.PHONY: help install demo test test-full test-stores test-vllm lint format types imports check adapters bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,12 @@ test-full: $(STAMP) ## Run the slow suites and whole matrices that `make test` l
 
 test-stores: $(STAMP) ## Run the resolvers against real S3 servers and a fault proxy (builds them: needs Go)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stores --timeout=600
+
+VLLM_VENV := $(or $(MURAL_VLLM_VENV),$(HOME)/.cache/mural-vllm-venv)
+
+test-vllm: $(STAMP) ## Run the plug-in inside real vLLM (6 GB in an environment of its own, kept)
+	@tests/vllm/make_environment.sh $(VLLM_VENV) $(BIN)/python
+	@MURAL_VLLM_VENV=$(VLLM_VENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm -m vllm --timeout=900
 
 lint: $(STAMP) ## Check style
 	@$(BIN)/ruff check .
