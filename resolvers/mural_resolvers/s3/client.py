@@ -28,6 +28,7 @@ logger = logging.getLogger("mural.s3")
 
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
+_SMALL_BYTES = 1 << 20
 
 Answer = Mapping[str, object]
 # aiobotocore builds its clients from JSON, and has no types.
@@ -145,9 +146,10 @@ class S3Client:
     async def put(self, key: str, data: bytes, condition: Condition | None = None) -> None:
         """Write a whole object; the condition is checked by the store, at once."""
         parameters = {} if condition is None else condition.parameters
+        small = len(data) <= _SMALL_BYTES
         await self._call(
             "put_object",
-            self._settings.part_timeout_s,
+            self._settings.call_timeout_s if small else self._settings.part_timeout_s,
             **self._at(key),
             Body=data,
             **parameters,

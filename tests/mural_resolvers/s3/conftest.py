@@ -300,7 +300,8 @@ class Fault:
 
     ``status`` and ``code``: an error of S3's. ``cut``: the true head, and so many bytes of the
     body. ``pause``: the true head and ``cut`` bytes, then nothing until ``release``. ``ignore``:
-    passed on without the header of that name. ``lose``: passed on, and the answer lost.
+    passed on without the header of that name. ``lose``: passed on, and the answer lost. ``hang``:
+    no answer until ``release``.
     """
 
     status: int = 0
@@ -310,6 +311,7 @@ class Fault:
     pause: bool = False
     ignore: str | None = None
     lose: bool = False
+    hang: bool = False
 
 
 Script = Callable[[str, str, dict[str, str]], Fault | None]
@@ -328,11 +330,13 @@ class FaultProxy:
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # with which it answers Expect: 100-continue
+
             def handle_one_request(self) -> None:
-                self.close_connection = True
                 self.raw_requestline = self.rfile.readline(65_537)
                 if self.raw_requestline and self.parse_request():
                     proxy.answer(self)
+                self.close_connection = True
 
             def log_message(self, format: str, *args: object) -> None:
                 return
@@ -352,6 +356,9 @@ class FaultProxy:
         if fault.status:
             content = f"<Error><Code>{fault.code}</Code><Message>no</Message></Error>".encode()
             self._send(handler, fault.status, fault.headers, content, len(content))
+            return
+        if fault.hang:
+            self.release.wait(60)
             return
         if fault.ignore is not None:
             headers.pop(fault.ignore, None)
@@ -394,6 +401,12 @@ class FaultProxy:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+@pytest.fixture
+def faults() -> type[Fault]:
+    """What the proxy can be told to do."""
+    return Fault
 
 
 @pytest.fixture
