@@ -18,5 +18,6 @@ def parse_size(text: str) -> int:
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
         raise InvalidInput(f"{quoted(text)} is no size: write it as 536870912 or 512Mi.")
-    power = _POWER[match[2].lower()]
-    return int(match[1]) * (1024**power if match[3] else 1000**power)
+    step = 1024 if match[3] else 1000
+    size: int = int(match[1]) * step ** _POWER[match[2].lower()]
+    return size

@@ -34,8 +34,9 @@ class _Loader(_Base):
             )
         return mapping
 
-    def construct_scalar(self, node: yaml.Node) -> str | None:
-        value: str = super().construct_scalar(node)  # type: ignore[no-untyped-call]  # PyYAML's
+    # PyYAML's own type knows no scalar that stands for nothing.
+    def construct_scalar(self, node: yaml.ScalarNode) -> str | None:  # type: ignore[override]
+        value = super().construct_scalar(node)
         return None if not node.style and value in ("", "~", "null") else value
 
 
