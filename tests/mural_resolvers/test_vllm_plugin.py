@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -133,6 +134,27 @@ def test_sources_that_cannot_be_read_end_the_start(
     with pytest.raises(InvalidInput):
         register()
     assert not vllm_registry.resolvers
+
+
+async def test_what_is_registered_serves_the_sources_of_the_file(
+    monkeypatch: pytest.MonkeyPatch,
+    vllm_registry: FakeVLLMRegistry,
+    sources: Path,
+    tmp_path: Path,
+    write_adapter: Callable[..., Path],
+) -> None:
+    folder = write_adapter(tmp_path / "adapters" / "acme" / "default" / "v1")
+    write_adapter(tmp_path / "adapters" / "globex" / "default" / "v1")
+    monkeypatch.setenv("MURAL_SOURCES", str(sources))
+    monkeypatch.setenv("MURAL_VLLM_TENANT", "acme")
+    register()
+    resolver = vllm_registry.resolvers["mural"]
+    request = await resolver.resolve_lora(BASE, "acme:v1")
+    refused = await resolver.resolve_lora(BASE, "globex:v1")
+    await resolver.close()
+    assert isinstance(request, FakeLoRARequest)
+    assert request.lora_path == os.path.realpath(folder)
+    assert refused is None
 
 
 def test_the_log_goes_where_vllms_goes_even_if_that_is_set_up_later(
