@@ -262,6 +262,7 @@ class AdapterFetcher:
         found, source = order.description, order.resolver.name
         fetch = Fetch(found.name, source, found.num_bytes, self._clock())
         self._under_way[order.key] = fetch
+        logger.info("fetching %s from %s: %.1f MB", found.name, source, found.num_bytes / 1e6)
         try:
             async with asyncio.timeout(self._settings.deadline_s), self._staged(order) as staging:
                 manifest = await self._fill(order, staging, fetch)
