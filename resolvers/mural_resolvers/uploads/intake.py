@@ -209,11 +209,11 @@ class _IncomingFile:
         """Hold the header to itself, and from here on the file to what it says."""
         self._expected = len(head) + _data_bytes(head[_LENGTH_BYTES:], self._limits)
         read_safetensors_header(head, self._limits, file_bytes=self._expected)
+        self._check_size(self._expected)
         if self._announced not in (None, self._expected):
             raise UnusableAdapter(
                 f"{self._name} has {self._announced} bytes, but its tensors need {self._expected}."
             )
-        self._check_size(self._expected)
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
