@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -143,7 +142,7 @@ async def test_what_is_registered_serves_the_sources_of_the_file(
     tmp_path: Path,
     write_adapter: Callable[..., Path],
 ) -> None:
-    folder = write_adapter(tmp_path / "adapters" / "acme" / "default" / "v1")
+    write_adapter(tmp_path / "adapters" / "acme" / "default" / "v1")
     write_adapter(tmp_path / "adapters" / "globex" / "default" / "v1")
     monkeypatch.setenv("MURAL_SOURCES", str(sources))
     monkeypatch.setenv("MURAL_VLLM_TENANT", "acme")
@@ -153,7 +152,7 @@ async def test_what_is_registered_serves_the_sources_of_the_file(
     refused = await resolver.resolve_lora(BASE, "globex:v1")
     await resolver.close()
     assert isinstance(request, FakeLoRARequest)
-    assert request.lora_path == os.path.realpath(folder)
+    assert request.lora_path.endswith("/adapters/acme/default/v1")
     assert refused is None
 
 
