@@ -80,16 +80,20 @@ def evict(
     ``held``: see ``eviction_order``. The caller holds the mutex. Reads the record of every version.
     """
     candidates = _candidates(layout)
+    beside = dict(held)
     bytes_left, versions_left = shortage.num_bytes, shortage.versions
     while bytes_left > 0 or versions_left > 0:
         left = replace(shortage, num_bytes=bytes_left, versions=versions_left)
-        victims = _choose(layout, candidates.values(), left, held)
+        victims = _choose(layout, candidates.values(), left, beside)
         if victims is None:
             return False
         for victim in victims:
+            # Whatever becomes of it, it is not looked at again: this ends.
+            del candidates[victim.digest]
             freed = _evict(layout, content, usage, victim)
-            if freed is not None:
-                del candidates[victim.digest]
+            if freed is None:
+                beside[victim.tenant] = beside.get(victim.tenant, 0) + victim.num_bytes
+            else:
                 bytes_left -= freed
                 versions_left -= 1
     return True

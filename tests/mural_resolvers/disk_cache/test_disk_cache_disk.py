@@ -123,6 +123,8 @@ def test_whatever_call_the_disk_refuses_nothing_is_left_behind(
 
     assert "/secret" not in refused.message
     assert os.listdir(folder / "cache" / "staging") == []
+    blobs = list((folder / "cache" / "blobs").glob("*/*"))
+    assert all(blob.stat().st_nlink > 1 for blob in blobs), "a blob without a version"
     assert cache.find(V1) is None
     assert cache.find(V2) is not None
     assert cache.usage().versions == 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -60,6 +61,22 @@ def test_always_the_oldest_of_the_tenant_that_holds_most_goes(
         except StopIteration:
             victim = None
     assert not left
+
+
+def test_what_is_leased_after_it_was_chosen_stays(
+    open_cache: OpenCache, make: Make, monkeypatch: Any
+) -> None:
+    cache = open_cache(quota_bytes=250)
+    leased = cache.lease(make(1).put(cache, "acme:v1").manifest.digest)
+    make(2).put(cache, "acme:v2")
+    monkeypatch.setattr("mural_resolvers.disk_cache.eviction._is_leased", lambda *_: False)
+
+    with pytest.raises(Unavailable, match="in use"):
+        cache.stage(200, "acme")
+
+    assert cache.content(leased.digest) is not None
+    cache.stage(100, "acme").discard()
+    cache.check_integrity(deep=True)
 
 
 def test_one_tenant_that_stages_ten_thousand_versions_does_not_flush_the_others(
