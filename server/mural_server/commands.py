@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import msgspec
 
-from mural_resolvers.errors import MuralError
+from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import RedactingFormatter
+from mural_resolvers.sizes import parse_size
 from mural_server.settings import EngineSettings, LoRAModule, ServerSettings, SettingsError
 
 __all__ = ["ServeCommand", "engine_settings", "serve", "server_settings"]
@@ -27,8 +28,6 @@ API_KEY_VARIABLE = "MURAL_API_KEY"
 MAX_TOKEN_FILE_BYTES = 4096
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
-
-_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 
 
 class ServeCommand:
@@ -131,11 +130,18 @@ def _read_secret(path: str) -> str:
     return secret
 
 
+# Those of HTTP and S3 clients hold signed URLs and headers on top.
+CHATTY = (
+    *("asyncio", "transformers", "uvicorn"),
+    *("aiobotocore", "botocore", "httpcore2", "httpx2", "urllib3"),
+)
+
+
 def _run(engine: EngineSettings, server: ServerSettings) -> int:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
     logging.basicConfig(level=server.log_level.upper(), handlers=[handler])
-    for chatty in ("uvicorn", "transformers", "asyncio"):
+    for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # The cores are the engine's: the tokenizer in this process must not make a team of threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -483,11 +489,10 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
 
 def _size(text: str) -> int:
     """``512``, ``512Mi``, ``2G``."""
-    digits = text.rstrip("bBiIkKmMgG")
-    unit = text[len(digits) :].lower().removesuffix("b")
-    if not digits.isascii() or not digits.isdecimal() or unit not in _SIZES:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: write it as 536870912 or 512Mi")
-    return int(digits) * _SIZES[unit]
+    try:
+        return parse_size(text)
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def _lora_module(text: str) -> LoRAModule:
