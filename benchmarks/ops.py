@@ -164,21 +164,23 @@ def lora_forms(
 ) -> dict[str, Form]:
     rank_rows = [(rank * slot, rank * (slot + 1)) for slot in range(slots)]
     batch = build_lora_batch(segments, rank_rows)
+    grouped = build_lora_batch(segments, rank_rows, min_buckets=slots + 1)
     rows = batch.row_slots.shape[0]
-    stacks = [
-        (
-            torch.randn(len(outs), rank * slots, inner).to(dtype),
-            [torch.randn(rank * slots, out).to(dtype) for out in outs],
-        )
-        for _ in range(layers)
-        for inner, outs in LINEARS
-    ]
-    inputs = {inner: torch.randn(rows, inner).to(dtype) for inner, _ in LINEARS}
-    outputs: dict[tuple[int, ...], torch.Tensor] = {
-        outs: torch.randn(rows, sum(outs)).to(dtype) for _, outs in LINEARS
-    }
 
-    def each(add: Callable[..., None]) -> Form:
+    def each(add: Callable[..., None], batch: LoRABatch, wide: torch.dtype) -> Form:
+        inputs = {inner: torch.randn(rows, inner).to(wide) for inner, _ in LINEARS}
+        outputs: dict[tuple[int, ...], torch.Tensor] = {
+            outs: torch.randn(rows, sum(outs)).to(wide) for _, outs in LINEARS
+        }
+        stacks = [
+            (
+                torch.randn(len(outs), rank * slots, inner).to(wide),
+                [torch.randn(rank * slots, out).to(wide) for out in outs],
+            )
+            for _ in range(layers)
+            for inner, outs in LINEARS
+        ]
+
         def step() -> None:
             for a, b in stacks:
                 outs = tuple(expand.shape[1] for expand in b)
@@ -186,11 +188,18 @@ def lora_forms(
 
         return step
 
-    return {
-        "packed": each(PackedOps(dtype).lora),
-        "naive": each(loop_over_adapters),
-        "reference": each(ReferenceOps().lora),
+    served = PackedOps(dtype)
+    wide = served.activation_dtype(dtype)
+    forms = {
+        "packed": each(served.lora, batch, wide),
+        "naive": each(loop_over_adapters, batch, dtype),
+        "reference": each(ReferenceOps().lora, batch, dtype),
     }
+    if batch.buckets:
+        forms["groups"] = each(served.lora, grouped, wide)
+    if wide != dtype:
+        forms["narrow groups"] = each(PackedOps(dtype, "prepacked").lora, grouped, dtype)
+    return forms
 
 
 def loop_over_adapters(
@@ -229,8 +238,9 @@ def cases(layers: int, dtype: torch.dtype) -> dict[str, Callable[[], dict[str, F
         made[f"lora 1        M={rows}"] = partial(
             lora_forms, segments_of([3] * rows), layers, dtype
         )
-    mixed = segments_of([row % 8 for row in range(16)])
-    made["lora 8        M=16"] = partial(lora_forms, mixed, layers, dtype)
+    for slots in (2, 4, 8):
+        mixed = segments_of([row % slots for row in range(16)])
+        made[f"lora {slots}        M=16"] = partial(lora_forms, mixed, layers, dtype)
     made["lora 4 chunks M=512"] = partial(lora_forms, chunks, layers, dtype)
     for rows in (128, 512):
         made[f"prefill       M={rows}"] = partial(prefill_forms, rows, layers, dtype)
@@ -240,8 +250,10 @@ def cases(layers: int, dtype: torch.dtype) -> dict[str, Callable[[], dict[str, F
 DEFINITIONS = """\
 Columns: what is served; the naive form; the reference. In "linear forms" they are the three
 layouts of a weight: float16 in float32 products, oneDNN's own, plain. In "small" the second
-column has the packed operators on activations of the weights' dtype.
+column has the packed operators on activations of the weights' dtype. In "lora" "groups" has one
+product over all adapters' rank rows, and "narrow" activations and stacks of the weights' dtype.
 """
+SHOWN = ("packed", "naive", "reference")
 
 
 def main() -> None:
@@ -269,7 +281,8 @@ def main() -> None:
             took = race(make(), options.seconds, clock)
             naive = f"{took['naive']:10.2f}" if "naive" in took else f"{'-':>10}"
             ratio = f"{took['packed'] / took['naive']:14.2f}" if "naive" in took else ""
-            print(f"{name:22}{took['packed']:10.2f}{naive}{took['reference']:11.2f}{ratio}")
+            others = "".join(f"  {form} {took[form]:.2f}" for form in took if form not in SHOWN)
+            print(f"{name:22}{took['packed']:10.2f}{naive}{took['reference']:11.2f}{ratio}{others}")
 
 
 if __name__ == "__main__":

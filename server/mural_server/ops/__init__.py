@@ -1,6 +1,6 @@
 """All hot operators, behind one interface: `select_ops` picks the backend at start."""
 
-from mural_server.ops.base import Activation, LoRABatch, LoRAGroup, Ops, PackedLinear
+from mural_server.ops.base import Activation, LoRABatch, LoRABuckets, LoRAGroup, Ops, PackedLinear
 from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer, PrefillChunk
 from mural_server.ops.lora_batch import LoRASegment, build_lora_batch, segments_of
 from mural_server.ops.packed import PackedOps
@@ -13,6 +13,7 @@ __all__ = [
     "AttentionSpec",
     "KVLayer",
     "LoRABatch",
+    "LoRABuckets",
     "LoRAGroup",
     "LoRASegment",
     "Ops",

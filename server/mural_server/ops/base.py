@@ -53,19 +53,42 @@ class LoRAGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class LoRABuckets:
+    """Scattered rows of several adapters of one rank, brought together adapter by adapter.
+
+    Every slot has as many places as its busiest one has rows, so that the products of all slots
+    are one batched call, in which no row meets another adapter's pair.
+    """
+
+    start: int
+    end: int
+    """Rows ``[start, end)`` of the operand; the indices below count from ``start``."""
+    slots: int
+    rank: int
+    rank_rows: slice | torch.Tensor
+    """Of all slots in turn: a slice of ``slots * rank``, or int64 indices."""
+    rows: torch.Tensor
+    """int64 [slots * places], the row that each place holds; row 0 where it holds none."""
+    places: torch.Tensor
+    """int64 [end - start], the place of each row; ``slots * places`` for a row that has none."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoRABatch:
     """Which rows of an operand belong to which adapter; made by `build_lora_batch`.
 
     Every layer's stack gives slot ``s`` the same rank rows, so one object serves all layers of
     a step. Rank rows that no slot owns may hold anything, NaN included: no group covers them.
+    Without groups and buckets no row has an adapter.
     """
 
     groups: tuple[LoRAGroup, ...]
-    """Empty: no row has an adapter. Each row's own rank rows are in exactly one of its groups."""
+    """Each row's own rank rows are in exactly one of its groups and ``buckets``."""
     rank_rows: tuple[tuple[int, int], ...]
     """Per slot the rank rows ``(start, end)``; (0, 0) for an empty slot."""
     row_slots: torch.Tensor
     """int64 [rows], the slot of each row or -1."""
+    buckets: tuple[LoRABuckets, ...] = ()
 
 
 class Ops(ABC):

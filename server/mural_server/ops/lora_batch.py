@@ -7,13 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from mural_server.ops.base import LoRABatch, LoRAGroup
+from mural_server.ops.base import LoRABatch, LoRABuckets, LoRAGroup
 
 MIN_RUN_ROWS = 16
 """From so many adjacent rows of one adapter on, a product of their own is the cheaper form."""
 
 MAX_GAP_RANK_ROWS = 64
 """A wider gap of other adapters' rank rows is not computed and masked, but split around."""
+
+MIN_BUCKETS = 4
+"""From so many adapters of one rank on, a batched product beats one over all their rank rows."""
 
 
 class LoRASegment(NamedTuple):
@@ -35,6 +38,7 @@ def build_lora_batch(
     *,
     min_run: int = MIN_RUN_ROWS,
     max_gap: int = MAX_GAP_RANK_ROWS,
+    min_buckets: int = MIN_BUCKETS,
     device: torch.device | None = None,
 ) -> LoRABatch:
     """Group a step's rows.
@@ -42,23 +46,33 @@ def build_lora_batch(
     ``segments`` cover the rows in order and without a hole (decode rows one by one, then the
     chunks). ``rank_rows[s]`` are the rank rows of slot ``s`` in every stack, (0, 0) where the
     slot is empty; no two slots overlap. Raises ValueError for a hole and for a row of an empty
-    slot: a row must never be answered without its adapter.
+    slot: a row must never be answered without its adapter. ``min_run``, ``max_gap`` and
+    ``min_buckets`` decide between forms of equal results.
     """
     runs = _merge(segments)
     for run in runs:
         if run.slot >= 0 and rank_rows[run.slot][0] == rank_rows[run.slot][1]:
             raise ValueError(f"rows {run.start}:{run.end} ask for slot {run.slot}, which is empty")
     groups: list[LoRAGroup] = []
+    buckets: list[LoRABuckets] = []
+
+    def add_short(stretch: Sequence[LoRASegment]) -> None:
+        bucketed = _bucketed_slots(stretch, rank_rows, min_buckets)
+        buckets.extend(_buckets(stretch, slots, rank_rows, device) for slots in bucketed)
+        taken = {slot for slots in bucketed for slot in slots}
+        rest = [run._replace(slot=-1) if run.slot in taken else run for run in stretch]
+        groups.extend(_mixed_groups(rest, rank_rows, max_gap, device))
+
     stretch: list[LoRASegment] = []
     for run in runs:
         if run.end - run.start < min_run:
             stretch.append(run)
             continue
-        groups += _mixed_groups(stretch, rank_rows, max_gap, device)
+        add_short(stretch)
         stretch = []
         if run.slot >= 0:
             groups.append(LoRAGroup(run.start, run.end, *rank_rows[run.slot], mask=None))
-    groups += _mixed_groups(stretch, rank_rows, max_gap, device)
+    add_short(stretch)
     return LoRABatch(
         groups=tuple(groups),
         rank_rows=tuple(rank_rows),
@@ -67,6 +81,52 @@ def build_lora_batch(
             dtype=torch.int64,
             device=device,
         ),
+        buckets=tuple(buckets),
+    )
+
+
+def _bucketed_slots(
+    runs: Sequence[LoRASegment], rank_rows: Sequence[tuple[int, int]], min_buckets: int
+) -> list[list[int]]:
+    """The slots of each rank that enough slots have, in the order of their rank rows."""
+    by_rank: dict[int, list[int]] = {}
+    for slot in sorted({run.slot for run in runs if run.slot >= 0}, key=rank_rows.__getitem__):
+        lo, hi = rank_rows[slot]
+        by_rank.setdefault(hi - lo, []).append(slot)
+    return [slots for slots in by_rank.values() if len(slots) >= min_buckets]
+
+
+def _buckets(
+    runs: Sequence[LoRASegment],
+    slots: Sequence[int],
+    rank_rows: Sequence[tuple[int, int]],
+    device: torch.device | None,
+) -> LoRABuckets:
+    rows_of: dict[int, list[int]] = {slot: [] for slot in slots}
+    for run in runs:
+        if run.slot in rows_of:
+            rows_of[run.slot] += range(run.start, run.end)
+    start = min(rows[0] for rows in rows_of.values())
+    end = max(rows[-1] for rows in rows_of.values()) + 1
+    width = max(len(rows) for rows in rows_of.values())
+    held = [0] * (len(slots) * width)
+    places = [len(held)] * (end - start)
+    for index, rows in enumerate(rows_of.values()):
+        for place, row in enumerate(rows, start=index * width):
+            held[place] = row - start
+            places[row - start] = place
+    owned = [row for slot in slots for row in range(*rank_rows[slot])]
+    side_by_side = owned[-1] - owned[0] == len(owned) - 1
+    return LoRABuckets(
+        start=start,
+        end=end,
+        slots=len(slots),
+        rank=len(owned) // len(slots),
+        rank_rows=slice(owned[0], owned[-1] + 1)
+        if side_by_side
+        else torch.tensor(owned, device=device),
+        rows=torch.tensor(held, device=device),
+        places=torch.tensor(places, device=device),
     )
 
 

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from mural_server.ops.base import Activation, LoRABatch, LoRAGroup, Ops, PackedLinear
+from mural_server.ops.base import Activation, LoRABatch, Ops, PackedLinear
 from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer
 from mural_server.ops.packed_attention import attend_chunk, attend_decodes, attention_plan
 from mural_server.ops.packed_linear import LinearForm, fastest_form, multiply, pack
+from mural_server.ops.packed_lora import add_lora, add_lora_embedding
 
 
 class PackedOps(Ops):
@@ -98,15 +99,7 @@ class PackedOps(Ops):
         b: Sequence[torch.Tensor],
         batch: LoRABatch,
     ) -> None:
-        for group in batch.groups:
-            own = y[group.start : group.end]
-            hidden = _shrink(x[group.start : group.end], a, group)
-            column = 0
-            for index, expand in enumerate(b):
-                width = expand.shape[1]
-                delta = torch.mm(hidden[:, index], expand[group.lo : group.hi].float())
-                own.narrow(1, column, width).add_(delta)
-                column += width
+        add_lora(y, x, a, b, batch)
 
     def lora_embedding(
         self,
@@ -116,27 +109,7 @@ class PackedOps(Ops):
         b: torch.Tensor,
         batch: LoRABatch,
     ) -> None:
-        for group in batch.groups:
-            columns = a[group.lo : group.hi].index_select(1, ids[group.start : group.end])
-            hidden = _hide(columns.t().float(), group.mask)
-            y[group.start : group.end].add_(torch.mm(hidden, b[group.lo : group.hi].float()))
-
-
-def _shrink(x: torch.Tensor, a: torch.Tensor, group: LoRAGroup) -> torch.Tensor:
-    """``x`` [n, in] · Aᵀ of every slice → float32 [n, slices, hi - lo].
-
-    Pairs are widened on the fly: in bf16 these small products cost from as much (128 rows) to
-    2.2 times as much (one row), most of it oneDNN's fixed price per call.
-    """
-    slices, _, in_features = a.shape
-    pairs = a[:, group.lo : group.hi].float().reshape(-1, in_features)
-    hidden = torch.mm(x.float(), pairs.t()).view(x.shape[0], slices, -1)
-    return _hide(hidden, None if group.mask is None else group.mask.unsqueeze(1))
-
-
-def _hide(hidden: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Zero in place what is not a row's own; times 0 would turn another adapter's Inf to NaN."""
-    return hidden if mask is None else hidden.masked_fill_(mask, 0.0)
+        add_lora_embedding(y, ids, a, b, batch)
 
 
 class _KVRows:

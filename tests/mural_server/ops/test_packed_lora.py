@@ -23,6 +23,16 @@ SLICES = {"one": (64,), "qkv": (72, 24, 24), "gate_up": (40, 40)}
 MIXED_RANKS = [(0, 8), (8, 24), (24, 28), (0, 0), (28, 92), (100, 116)]
 """Slot 3 is empty; rank rows 92:100 and 116:120 belong to nobody."""
 
+RANKS = {
+    "mixed ranks": MIXED_RANKS,
+    "equal ranks": [(8 * slot, 8 * slot + 8) for slot in (4, 1, 0, 9, 3, 2)],
+}
+FORMS = {
+    "groups": {"max_gap": 200, "min_buckets": 100},
+    "split groups": {"max_gap": 0, "min_buckets": 100},
+    "buckets": {"min_buckets": 1},
+}
+
 ROWS = {
     "one row": segments_of([1]),
     "one base row": segments_of([-1]),
@@ -63,12 +73,17 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("outs", SLICES.values(), ids=SLICES.keys())
 @pytest.mark.parametrize("segments", ROWS.values(), ids=ROWS.keys())
-@pytest.mark.parametrize("max_gap", [0, 200])
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS.keys())
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_lora_agrees_with_the_reference(
-    dtype: torch.dtype, outs: tuple[int, ...], segments: list[LoRASegment], max_gap: int
+    dtype: torch.dtype,
+    outs: tuple[int, ...],
+    segments: list[LoRASegment],
+    ranks: list[tuple[int, int]],
+    form: dict[str, int],
 ) -> None:
-    a, b = stacks(outs, MIXED_RANKS, dtype)
-    batch = build_lora_batch(segments, MIXED_RANKS, max_gap=max_gap)
+    a, b = stacks(outs, ranks, dtype)
+    batch = build_lora_batch(segments, ranks, **form)
     rows = segments[-1].end
     x, before = torch.randn(rows, IN_FEATURES).to(dtype), torch.randn(rows, sum(outs)).to(dtype)
     actual, expected = before.clone(), before.clone()
@@ -81,11 +96,16 @@ def test_lora_agrees_with_the_reference(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("segments", ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS.keys())
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_lora_embedding_agrees_with_the_reference(
-    dtype: torch.dtype, segments: list[LoRASegment]
+    dtype: torch.dtype,
+    segments: list[LoRASegment],
+    ranks: list[tuple[int, int]],
+    form: dict[str, int],
 ) -> None:
-    a, b = stacks((64,), MIXED_RANKS, dtype)
-    batch = build_lora_batch(segments, MIXED_RANKS)
+    a, b = stacks((64,), ranks, dtype)
+    batch = build_lora_batch(segments, ranks, **form)
     rows = segments[-1].end
     ids, before = torch.randint(IN_FEATURES, (rows,)), torch.randn(rows, 64).to(dtype)
     actual, expected = before.clone(), before.clone()
@@ -94,6 +114,18 @@ def test_lora_embedding_agrees_with_the_reference(
     close(actual, expected)
     base = batch.row_slots < 0
     assert torch.equal(actual[base], before[base])
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_activations_may_be_wider_than_the_stacks(form: dict[str, int]) -> None:
+    a, b = stacks((72, 24, 24), MIXED_RANKS, torch.bfloat16)
+    batch = build_lora_batch(ROWS["decodes and chunks"], MIXED_RANKS, **form)
+    rows = batch.row_slots.shape[0]
+    x, actual = torch.randn(rows, IN_FEATURES), torch.randn(rows, 120)
+    expected = actual.clone()
+    PackedOps(torch.bfloat16).lora(actual, x, a, b, batch)
+    REFERENCE.lora(expected, x, a, b, batch)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,12 +154,15 @@ def test_an_absent_member_is_zero_rows_and_adds_nothing(dtype: torch.dtype) -> N
     assert not torch.equal(after[1, 72:96], before[1, 72:96])
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_an_overflow_of_one_adapter_does_not_reach_anothers_rows(dtype: torch.dtype) -> None:
+def test_an_overflow_of_one_adapter_does_not_reach_anothers_rows(
+    dtype: torch.dtype, form: dict[str, int]
+) -> None:
     ops = PackedOps(dtype)
     a, b = stacks((64,), MIXED_RANKS, dtype)
     x, before = torch.randn(3, IN_FEATURES).to(dtype), torch.randn(3, 64).to(dtype)
-    batch = build_lora_batch(segments_of([0, 1, -1]), MIXED_RANKS)
+    batch = build_lora_batch(segments_of([0, 1, -1]), MIXED_RANKS, **form)
     calm = before.clone()
     ops.lora(calm, x, a, b, batch)
     lo, hi = MIXED_RANKS[1]
@@ -138,28 +173,34 @@ def test_an_overflow_of_one_adapter_does_not_reach_anothers_rows(dtype: torch.dt
     assert torch.equal(wild[[0, 2]], calm[[0, 2]])
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_base_row_next_to_an_adapters_keeps_infinities_and_nan(dtype: torch.dtype) -> None:
+def test_a_base_row_next_to_an_adapters_keeps_infinities_and_nan(
+    dtype: torch.dtype, form: dict[str, int]
+) -> None:
     a, b = stacks((64,), MIXED_RANKS, dtype)
     y = torch.randn(3, 64).to(dtype)
     y[1, :3] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     before = y.clone()
-    batch = build_lora_batch(segments_of([0, -1, 1]), MIXED_RANKS)
+    batch = build_lora_batch(segments_of([0, -1, 1]), MIXED_RANKS, **form)
     PackedOps(dtype).lora(y, torch.randn(3, IN_FEATURES).to(dtype), a, b, batch)
     torch.testing.assert_close(y[1], before[1], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_gets_like_answers_alone_and_in_a_mix(dtype: torch.dtype) -> None:
+def test_a_row_gets_like_answers_alone_and_in_a_mix(
+    dtype: torch.dtype, form: dict[str, int]
+) -> None:
     ops = PackedOps(dtype)
     a, b = stacks((72, 24, 24), MIXED_RANKS, dtype)
     slots = [0, 4, -1, 2, 1, 5]
     x = torch.randn(len(slots), IN_FEATURES).to(dtype)
     together = torch.zeros(len(slots), 120, dtype=dtype)
-    ops.lora(together, x, a, b, build_lora_batch(segments_of(slots), MIXED_RANKS))
+    ops.lora(together, x, a, b, build_lora_batch(segments_of(slots), MIXED_RANKS, **form))
     for row, slot in enumerate(slots):
         alone = torch.zeros(1, 120, dtype=dtype)
-        batch = build_lora_batch(segments_of([slot]), MIXED_RANKS)
+        batch = build_lora_batch(segments_of([slot]), MIXED_RANKS, **form)
         ops.lora(alone, x[row : row + 1], a, b, batch)
         close(together[row : row + 1], alone)
 
