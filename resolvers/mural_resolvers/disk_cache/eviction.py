@@ -18,20 +18,29 @@ __all__ = ["Candidate", "Shortage", "evict", "eviction_order"]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A version, at whose expense it is kept, its size in bytes and when it was last leased."""
+    """A version: at whose expense it is kept, its size in bytes, when it was last leased.
+
+    ``charge`` (bytes) is what its tenant's share is charged for it.
+    """
 
     digest: str
     tenant: str
     num_bytes: int
     stamp_ns: int
+    charge: int
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What must go, and what may go along, so that not every stage has to look at all."""
+    """What must go, and what may go along, so that not every stage has to look at all.
+
+    A version is charged ``slot_bytes`` at least: there are so many slots, and a tenant with very
+    many small versions holds most of them.
+    """
 
     num_bytes: int
     versions: int = 0
+    slot_bytes: int = 0
     batch_bytes: int = 0
     batch_versions: int = 0
 
@@ -52,24 +61,24 @@ def eviction_order(
 ) -> Generator[Candidate, bool, None]:
     """The order of eviction: always the tenant most over its share, its oldest lease first.
 
-    All shares are the same, quota / tenants, so that it is the tenant that holds most. ``held`` is
-    what tenants hold beside the candidates (their reservations, in bytes). Whoever iterates sends
-    back whether the version can go: one that is leased goes on counting.
+    All shares are the same, quota / tenants, so that it is the tenant that is charged most.
+    ``held`` is what tenants are charged for beside the candidates (their reservations). Whoever
+    iterates sends back whether the version can go: one that is leased goes on counting.
     """
     queues: dict[str, deque[Candidate]] = {}
-    bytes_of = dict(held)
+    charged = dict(held)
     for candidate in sorted(candidates, key=lambda c: (c.stamp_ns, c.digest)):
         queues.setdefault(candidate.tenant, deque()).append(candidate)
-        bytes_of[candidate.tenant] = bytes_of.get(candidate.tenant, 0) + candidate.num_bytes
-    heap = [(-bytes_of[tenant], tenant) for tenant in queues]
+        charged[candidate.tenant] = charged.get(candidate.tenant, 0) + candidate.charge
+    heap = [(-charged[tenant], tenant) for tenant in queues]
     heapq.heapify(heap)
     while heap:
         _, tenant = heapq.heappop(heap)
         candidate = queues[tenant].popleft()
         if (yield candidate):
-            bytes_of[tenant] -= candidate.num_bytes
+            charged[tenant] -= candidate.charge
         if queues[tenant]:
-            heapq.heappush(heap, (-bytes_of[tenant], tenant))
+            heapq.heappush(heap, (-charged[tenant], tenant))
 
 
 def evict(
@@ -79,7 +88,7 @@ def evict(
 
     ``held``: see ``eviction_order``. The caller holds the mutex. Reads the record of every version.
     """
-    candidates = _candidates(layout)
+    candidates = _candidates(layout, shortage.slot_bytes)
     beside = dict(held)
     bytes_left, versions_left = shortage.num_bytes, shortage.versions
     while bytes_left > 0 or versions_left > 0:
@@ -92,7 +101,7 @@ def evict(
             del candidates[victim.digest]
             freed = _evict(layout, content, usage, victim)
             if freed is None:
-                beside[victim.tenant] = beside.get(victim.tenant, 0) + victim.num_bytes
+                beside[victim.tenant] = beside.get(victim.tenant, 0) + victim.charge
             else:
                 bytes_left -= freed
                 versions_left -= 1
@@ -149,7 +158,7 @@ def _evict(layout: Layout, content: Content, usage: Usage, victim: Candidate) ->
     return freed
 
 
-def _candidates(layout: Layout) -> dict[str, Candidate]:
+def _candidates(layout: Layout, slot_bytes: int) -> dict[str, Candidate]:
     with os.scandir(layout.versions) as entries:
         present = {entry.name for entry in entries if is_digest(entry.name)}
     found: dict[str, Candidate] = {}
@@ -157,6 +166,11 @@ def _candidates(layout: Layout) -> dict[str, Candidate]:
         for entry in entries:
             if entry.name in present:
                 record = read_record(entry.path, VersionRecord) or VersionRecord()
-                stamp_ns = entry.stat(follow_symlinks=False).st_mtime_ns
-                found[entry.name] = Candidate(entry.name, record.tenant, record.num_bytes, stamp_ns)
+                found[entry.name] = Candidate(
+                    digest=entry.name,
+                    tenant=record.tenant,
+                    num_bytes=record.num_bytes,
+                    stamp_ns=entry.stat(follow_symlinks=False).st_mtime_ns,
+                    charge=max(record.num_bytes, slot_bytes),
+                )
     return found

@@ -109,7 +109,8 @@ class Layout:
         return True
 
     def _create(self) -> None:
-        self.root.mkdir(parents=True, exist_ok=True)
+        # What tenants brought is no other user's to read.
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Looked at before the tag is, which another process that starts writes first of all.
         filled = any(os.path.lexists(folder) for folder in self.folders)
         tag = self.root / _TAG

@@ -37,11 +37,12 @@ def make_room(
     shortage = Shortage(
         num_bytes=max(0, over_quota, over_disk),
         versions=max(0, usage.versions + len(live) + 1 - settings.max_versions),
+        slot_bytes=_slot_bytes(settings),
         batch_bytes=min(settings.quota_bytes, usage.bytes) // _BATCH,
         batch_versions=min(_BATCH_VERSIONS, settings.max_versions // _BATCH),
     )
-    held = _held(live)
-    held[asked.tenant] += asked.num_bytes
+    held = _held(live, shortage.slot_bytes)
+    held[asked.tenant] += max(asked.num_bytes, shortage.slot_bytes)
     if _relieve(layout, content, usage, shortage, held):
         return
     if over_disk > max(0, over_quota):
@@ -54,7 +55,8 @@ def trim_to_quota(layout: Layout, content: Content, usage: Usage, settings: Cach
     live = _living(layout)
     excess = max(0, _over_quota(usage, settings, live))
     versions = max(0, usage.versions + len(live) - settings.max_versions)
-    _relieve(layout, content, usage, Shortage(excess, versions), _held(live))
+    shortage = Shortage(excess, versions, _slot_bytes(settings))
+    _relieve(layout, content, usage, shortage, _held(live, shortage.slot_bytes))
 
 
 def _relieve(
@@ -81,10 +83,14 @@ def _over_quota(usage: Usage, settings: CacheSettings, live: Sequence[LiveReserv
     return usage.bytes + sum(r.num_bytes for r in live) - settings.quota_bytes
 
 
-def _held(live: Sequence[LiveReservation]) -> Counter[str]:
+def _slot_bytes(settings: CacheSettings) -> int:
+    return settings.quota_bytes // settings.max_versions
+
+
+def _held(live: Sequence[LiveReservation], slot_bytes: int) -> Counter[str]:
     held: Counter[str] = Counter()
     for reservation in live:
-        held[reservation.tenant] += reservation.num_bytes
+        held[reservation.tenant] += max(reservation.num_bytes, slot_bytes)
     return held
 
 

@@ -34,6 +34,7 @@ candidates = st.lists(
         tenant=st.sampled_from("abc"),
         num_bytes=st.integers(1, 100),
         stamp_ns=st.integers(0, 10),
+        charge=st.integers(1, 100),
     ),
     unique_by=lambda candidate: candidate.digest,
 )
@@ -43,19 +44,19 @@ candidates = st.lists(
 def test_always_the_oldest_of_the_tenant_that_holds_most_goes(
     found: list[Candidate], held: dict[str, int], data: st.DataObject
 ) -> None:
-    left, bytes_of = list(found), dict(held)
+    left, charged = list(found), dict(held)
     for candidate in found:
-        bytes_of[candidate.tenant] = bytes_of.get(candidate.tenant, 0) + candidate.num_bytes
+        charged[candidate.tenant] = charged.get(candidate.tenant, 0) + candidate.charge
     order = eviction_order(found, held)
     victim = next(order, None)
     while victim is not None:
-        most = max(bytes_of[candidate.tenant] for candidate in left)
-        assert bytes_of[victim.tenant] == most
+        most = max(charged[candidate.tenant] for candidate in left)
+        assert charged[victim.tenant] == most
         stamps = [candidate.stamp_ns for candidate in left if candidate.tenant == victim.tenant]
         assert victim.stamp_ns == min(stamps)
         left.remove(victim)
         gone = data.draw(st.booleans())
-        bytes_of[victim.tenant] -= victim.num_bytes if gone else 0
+        charged[victim.tenant] -= victim.charge if gone else 0
         try:
             victim = order.send(gone)
         except StopIteration:
@@ -114,6 +115,19 @@ def test_many_versions_go_with_the_bytes(open_cache: OpenCache, make: Make) -> N
     assert cache.usage().versions == 3
     assert cache.find(parse_name("acme:v1")) is None
     cache.check_integrity()
+
+
+def test_a_tenant_with_many_small_versions_gives_up_its_slots(
+    open_cache: OpenCache, make: Make
+) -> None:
+    cache = open_cache(max_versions=20, quota_bytes=20_000)
+    for i in range(5):
+        make(f"big {i}", 1500).put(cache, f"big:v{i}")
+    for i in range(40):
+        make(i).put(cache, f"small:v{i}")
+
+    assert cache.usage().versions <= 20
+    assert cache.usage().by_tenant["big"] == 5 * 1500
 
 
 def test_names_are_bounded_and_a_tenant_with_many_gives_them_up(
