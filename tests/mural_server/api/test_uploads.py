@@ -10,16 +10,18 @@ import json
 import logging
 import os
 import tarfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import boto3
 import httpx
 import msgspec
 import numpy as np
 import pytest
+from moto.server import ThreadedMotoServer
 from safetensors.numpy import load_file, save_file
 
 from mural_resolvers.manifest import build_manifest
@@ -821,3 +823,79 @@ async def test_what_others_put_into_the_store_is_listed_and_never_expires(
     assert (card["id"], card["uploaded_at"], card["expires_at"]) == ("acme:v1", None, None)
     assert (await uploader.complete("acme:v1")).status_code == 200
     assert await uploader.server.state.uploads._find(parse_name("acme:v1")) is not None
+
+
+# -- the store is S3 ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """An unused prefix in moto's server, whose buckets this process shares."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mural")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "muralsecret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    endpoint = f"http://{host}:{port}"
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="uploads")
+    yield f"s3://uploads/{tmp_path.name}?endpoint_url={endpoint}"
+    server.stop()
+
+
+async def test_an_upload_to_s3_answers_on_every_replica(
+    start_server, keys, adapter, other, s3: str, tmp_path: Path
+) -> None:
+    replicas = [
+        Uploader(
+            await start_server(
+                tenants_file=keys["file"],
+                upload_store=s3,
+                upload_dir=str(tmp_path / "quarantine"),
+                upload_ttl_s=100.0,
+                adapter_cache_dir=str(tmp_path / f"cache-{number}"),
+            ),
+            keys,
+        )
+        for number in range(2)
+    ]
+    one, two = replicas
+    assert error_of(await one.complete("acme:v1")) == (404, "model_not_found")
+
+    created = await one.form("acme:v1", adapter)
+
+    assert created.status_code == 201
+    for replica in replicas:
+        assert (await replica.complete("acme:v1")).status_code == 200
+        assert (await replica.ask("GET", "/v1/adapters/acme:v1")).json() == created.json()
+        assert (await replica.ask("GET", "/v1/adapters")).json()["data"] == [created.json()]
+    assert (await two.archive("acme:v1", tar_of(adapter))).status_code == 200
+    assert error_of(await two.form("acme:v1", other)) == (409, "conflict")
+
+    deleted = await two.ask("DELETE", "/v1/adapters/acme:v1")
+
+    assert deleted.json()["deleted"]
+    assert error_of(await two.complete("acme:v1")) == (404, "model_not_found")
+    assert error_of(await one.form("acme:v1", adapter)) == (409, "conflict")
+
+
+async def test_an_expired_upload_to_s3_is_absent_and_reaped(
+    start_server, keys, adapter, s3: str, tmp_path: Path
+) -> None:
+    server = await start_server(
+        tenants_file=keys["file"],
+        upload_store=s3,
+        upload_dir=str(tmp_path / "quarantine"),
+        upload_ttl_s=100.0,
+        adapter_cache_dir=str(tmp_path / "cache"),
+    )
+    uploader, uploads = Uploader(server, keys), server.state.uploads
+    [resolver] = server.state.catalog._registry._resolvers.values()
+    end = (await uploader.form("acme:v1", adapter)).json()["expires_at"]
+    uploads._now = resolver._now = lambda: end + 1.0
+
+    assert error_of(await uploader.complete("acme:v1")) == (404, "model_not_found")
+    assert error_of(await uploader.form("acme:v1", adapter)) == (409, "conflict")
+    assert await uploads.reap() == 1
+    assert await uploads.reap() == 0
+    assert (await uploader.ask("GET", "/v1/adapters")).json()["data"] == []
