@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
@@ -268,17 +268,29 @@ def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
 
 
-def new_bucket(server: Server) -> Bucket:
+def make_bucket(server: Server) -> Bucket:
     boto = boto_client(server)
     name = f"bucket-{os.getpid()}-{next(_buckets)}"
     boto.create_bucket(Bucket=name)
     return Bucket(server, name, boto)
 
 
+@pytest.fixture(name="new_bucket")
+def bucket_maker() -> Callable[[Server], Bucket]:
+    """Makes a new bucket on a server."""
+    return make_bucket
+
+
+@pytest.fixture(name="start_versitygw", scope="session")
+def versitygw_starter() -> Callable[[Path, trustme.CA], AbstractContextManager[Server]]:
+    """Runs a versitygw of its own, with certificates of an authority."""
+    return versitygw_running
+
+
 @pytest.fixture
 def bucket(server: Server) -> Iterator[Bucket]:
     """A new bucket on each server."""
-    made = new_bucket(server)
+    made = make_bucket(server)
     yield made
     made.boto.close()
 
@@ -286,7 +298,7 @@ def bucket(server: Server) -> Iterator[Bucket]:
 @pytest.fixture
 def moto_bucket(moto_server: Server) -> Iterator[Bucket]:
     """A new bucket on moto's server alone."""
-    made = new_bucket(moto_server)
+    made = make_bucket(moto_server)
     yield made
     made.boto.close()
 

@@ -272,6 +272,23 @@ class TestRefusals:
         await store.close()
 
 
+async def test_a_proxy_of_the_environment_is_used(
+    moto_bucket: Any,
+    fault_proxy: Any,
+    faults: Any,
+    base_spec: BaseSpec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", fault_proxy.url)
+    fault_proxy.script = lambda *request: faults(status=404, code="NoSuchKey")
+    settings = moto_bucket.settings(endpoint_url="http://store.example:9000")
+    resolver = S3Resolver(settings)
+    assert await resolver.resolve(Principal("acme"), NAME, base_spec) is None
+    await resolver.close()
+    assert all(path.startswith("http://store.example:9000/") for _, path in fault_proxy.requests)
+    assert fault_proxy.requests
+
+
 class TestPublishing:
     async def test_a_client_that_tries_again_gets_over_a_slow_down(
         self, moto_bucket: Any, fault_proxy: Any, faults: Any, adapter: Path
