@@ -7,6 +7,7 @@ query axis, LoRA is computed by concatenated ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +45,10 @@ class PackedOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if x.dtype == torch.float32:
-            # Half the kernels of F.rms_norm.
+            # Five kernels, fewer than F.rms_norm's.
             norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            scales = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            return torch.mul(x, scales).mul_(weight)
+            squares = torch.addcmul(_scalar(eps), norms, norms, value=1 / x.shape[-1])
+            return torch.mul(x, squares.rsqrt_()).mul_(weight)
         if weight.dtype != x.dtype:
             return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
         return F.rms_norm(x, weight.shape, weight, eps)
@@ -69,7 +70,7 @@ class PackedOps(Ops):
             if fresh is not None:
                 pool.index_fill_(0, fresh, 0.0)
             head_dim = pool.shape[-1]
-            flat = new.reshape(-1, head_dim).to(pool.dtype)
+            flat = new.to(pool.dtype).reshape(-1, head_dim)
             pool.view(-1, head_dim).index_copy_(0, rows, flat)
 
     def attention(
@@ -110,6 +111,11 @@ class PackedOps(Ops):
         batch: LoRABatch,
     ) -> None:
         add_lora_embedding(y, ids, a, b, batch)
+
+
+@cache
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
 
 
 class _KVRows:
