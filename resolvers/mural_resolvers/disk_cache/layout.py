@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import re
 import stat
@@ -39,8 +38,6 @@ __all__ = [
     "write_atomically",
     "write_file",
 ]
-
-logger = logging.getLogger("mural.cache")
 
 StrPath = str | os.PathLike[str]
 

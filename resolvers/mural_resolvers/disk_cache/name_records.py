@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from mural_resolvers.disk_cache.records import MAX_RECORD_BYTES, NameRecord, enc
 from mural_resolvers.errors import Conflict, UnusableAdapter
 from mural_resolvers.names import AdapterName, is_tenant, is_version
 
-__all__ = ["FoundName", "NameRecords"]
+__all__ = ["FoundName", "NameRecords", "levelled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class NameRecords:
         surplus = counts.total() - max_names * 9 // 10
         if surplus <= 0:
             return 0
-        doomed = _levelled(counts, surplus)
+        doomed = levelled(counts, surplus)
         for tenant, number in doomed.items():
             keyed = [(self._has_content(content, n), n.stamp_ns, n.path) for n in by_tenant[tenant]]
             for _, _, path in sorted(keyed)[:number]:
@@ -124,22 +124,18 @@ class NameRecords:
                     yield FoundName(Path(version.path), tenant.name, not ours, stamp_ns)
 
 
-def _levelled(counts: Counter[str], surplus: int) -> Counter[str]:
+def levelled(counts: Mapping[str, int], surplus: int) -> Counter[str]:
     """How many each gives up, one by one always from the one that has most."""
-    left = dict(counts)
-    low, high = 0, max(left.values(), default=0)
+    low, high = 0, max(counts.values(), default=0)
     while low < high:  # the lowest level above which there are no more than the surplus
         level = (low + high) // 2
-        if sum(max(0, number - level) for number in left.values()) <= surplus:
+        if sum(max(0, number - level) for number in counts.values()) <= surplus:
             high = level
         else:
             low = level + 1
-    doomed = Counter({name: max(0, number - low) for name, number in left.items()})
-    for name in sorted(left, key=lambda n: (doomed[n] - left[n], n)):
-        if doomed.total() >= surplus:
-            break
-        if left[name] - doomed[name] == low and low > 0:
-            doomed[name] += 1
+    doomed = Counter({name: max(0, number - low) for name, number in counts.items()})
+    at_level = sorted(name for name, number in counts.items() if number >= low)
+    doomed.update(at_level[: surplus - doomed.total()])
     return doomed
 
 

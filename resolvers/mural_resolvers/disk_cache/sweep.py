@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import stat
 from collections import Counter
@@ -18,8 +17,6 @@ from mural_resolvers.disk_cache.staging import reservations
 from mural_resolvers.manifest import Manifest
 
 __all__ = ["Findings", "sweep"]
-
-logger = logging.getLogger("mural.cache")
 
 
 @dataclass(slots=True)

@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from mural_resolvers.disk_cache import CacheSettings, DiskCache, Lease, NotCached, Staging
 from mural_resolvers.disk_cache.eviction import Candidate, eviction_order
+from mural_resolvers.disk_cache.name_records import levelled
 from mural_resolvers.errors import Unavailable
 from mural_resolvers.names import AdapterName, parse_name
 
@@ -285,3 +286,21 @@ def test_quota_and_leases_hold_whatever_happens(folder: Path, make: Make, monkey
     run_state_machine_as_test(
         Machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None)
     )
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 50), min_size=1),
+    st.integers(0, 300),
+)
+def test_names_are_given_up_one_by_one_by_whoever_has_most(
+    numbers: dict[str, int], surplus: int
+) -> None:
+    surplus = min(surplus, sum(numbers.values()))
+    left = dict(numbers)
+    for _ in range(surplus):
+        left[max(left, key=lambda tenant: left[tenant])] -= 1
+
+    doomed = levelled(numbers, surplus)
+
+    assert doomed.total() == surplus
+    assert sorted(numbers[t] - doomed[t] for t in numbers) == sorted(left.values())
