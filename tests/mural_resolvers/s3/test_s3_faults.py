@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -413,3 +414,57 @@ def with_size(manifest: Any, weights: Path) -> Any:
     config, old = manifest.files
     new = msgspec.structs.replace(old, size=weights.stat().st_size)
     return msgspec.structs.replace(manifest, files=(config, new))
+
+
+class TestBrokenOffAtEveryStep:
+    """The store stops answering after so many requests; then another process goes on."""
+
+    MOST_REQUESTS = 14
+
+    def stop_after(self, fault_proxy: Any, faults: Any, requests: int) -> None:
+        left = iter(range(requests))
+
+        def script(method: str, path: str, headers: dict[str, str]) -> Any:
+            done = next(left, None) is None
+            return faults(status=500, code="InternalError") if done else None
+
+        fault_proxy.script = script
+
+    async def test_a_version_is_whole_or_not_there_and_can_be_published_again(
+        self, moto_bucket: Any, store: S3Store, fault_proxy: Any, faults: Any, adapter: Path
+    ) -> None:
+        healthy = S3Store(moto_bucket.settings())
+        manifest = build_manifest(adapter)
+        ended = []
+        for requests in range(self.MOST_REQUESTS):
+            name = NAME.at(f"v{requests}")
+            self.stop_after(fault_proxy, faults, requests)
+            try:
+                ended.append(await store.publish(name, adapter, manifest))
+            except Unavailable:
+                ended.append(False)
+            there = f"acme/default/{name.version}/manifest.json" in moto_bucket.listing()
+            assert await healthy.manifest(name) == (manifest if there else None)
+            assert await healthy.publish(name, adapter, manifest) is not there
+            assert await healthy.manifest(name) == manifest
+        assert ended[-1]
+        assert not ended[0]
+        await healthy.close()
+
+    async def test_a_deletion_that_has_begun_hides_and_can_be_ended(
+        self, moto_bucket: Any, store: S3Store, fault_proxy: Any, faults: Any, adapter: Path
+    ) -> None:
+        healthy = S3Store(moto_bucket.settings())
+        manifest = build_manifest(adapter)
+        for requests in range(8):
+            name = NAME.at(f"v{requests}")
+            await healthy.publish(name, adapter, manifest)
+            self.stop_after(fault_proxy, faults, requests)
+            with suppress(Unavailable):
+                await store.delete(name)
+            begun = f"acme/default/{name.version}/_deleted.json" in moto_bucket.listing()
+            assert await healthy.manifest(name) == (None if begun else manifest)
+            assert await healthy.delete(name)
+            left = [key for key in moto_bucket.listing() if f"/{name.version}/" in key]
+            assert left == [f"acme/default/{name.version}/_deleted.json"]
+        await healthy.close()
