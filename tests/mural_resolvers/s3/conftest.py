@@ -29,7 +29,7 @@ import trustme
 from botocore.config import Config
 from moto.server import ThreadedMotoServer
 
-from mural_resolvers.s3 import S3Settings, S3Store
+from mural_resolvers.s3 import S3Settings
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY_ID, SECRET = "mural", "muralsecret"
@@ -56,7 +56,6 @@ class Bucket:
     server: Server
     name: str
     boto: Any
-    stores: list[S3Store] = field(default_factory=list)
 
     def settings(self, **changes: Any) -> S3Settings:
         stated: dict[str, Any] = {
