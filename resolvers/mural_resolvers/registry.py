@@ -363,8 +363,13 @@ class LoRAResolverRegistry:
     async def _revoke(self, name: AdapterName) -> None:
         """A source said no: what is cached under the name is not served any more either."""
         self._aliases.pop(name, None)
-        if self._fetcher is not None:
+        if self._fetcher is None:
+            return
+        try:
             await self._fetcher.forget(name)
+        except Unavailable as error:
+            # The answer is the source's no; the disk's trouble is for whoever reads the log.
+            logger.warning("%s stays in the cache: %s", name, error.message)
 
     def _note_alias(self, alias: AdapterName, exact: AdapterName) -> None:
         self._aliases[alias] = exact
