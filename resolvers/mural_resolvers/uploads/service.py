@@ -142,14 +142,28 @@ class Uploads:
         """
         self._check_own(principal, name)
         _check_exact(name)
-        with self._admitted(name.tenant):
-            intake = await self._begin(principal, name)
-            try:
-                await self._read(reader_for(intake), body)
-                async with _bounded(self._settings.finish_timeout_s):
-                    return await self._take(principal, name, intake)
-            finally:
-                await asyncio.shield(self._in_thread(intake.discard))
+        try:
+            with self._admitted(name.tenant):
+                return await self._receive(principal, name, reader_for, body)
+        except MuralError as error:
+            # The client is told; whoever wonders at a tenant's trouble has only the log.
+            logger.info("upload of %s is refused: %s", name.exact, error)
+            raise
+
+    async def _receive(
+        self,
+        principal: Principal,
+        name: AdapterName,
+        reader_for: Callable[[FileSink], BodyReader],
+        body: AsyncIterator[bytes],
+    ) -> tuple[Upload, bool]:
+        intake = await self._begin(principal, name)
+        try:
+            await self._read(reader_for(intake), body)
+            async with _bounded(self._settings.finish_timeout_s):
+                return await self._take(principal, name, intake)
+        finally:
+            await asyncio.shield(self._in_thread(intake.discard))
 
     @contextmanager
     def _admitted(self, tenant: str) -> Iterator[None]:
@@ -319,17 +333,15 @@ class Uploads:
 
     # -- removing ---------------------------------------------------------------------------------
 
-    async def delete(self, principal: Principal, name: AdapterName) -> None:
-        """Remove a version for good; its name is not used again. Raises as ``find``.
+    async def delete(self, principal: Principal, name: AdapterName) -> Upload:
+        """Remove a version for good; its name is not used again. Gives what it was.
 
-        ``Conflict`` while an alias points at it.
+        Raises as ``find``, and ``Conflict`` while an alias points at it.
         """
-        self._check_own(principal, name)
-        _check_exact(name)
-        if await self._find(name) is None:
-            raise _not_found(name)
+        upload = await self.find(principal, name)
         await self._remove(name)
         logger.info("deleted %s, key %s", name.exact, principal.key_id)
+        return upload
 
     async def _remove(self, name: AdapterName) -> None:
         await self._store.delete(name)

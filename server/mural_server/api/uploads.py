@@ -142,8 +142,8 @@ async def delete_adapter(state: AppState, request: Request, text: str) -> Respon
     """Remove a version for good."""
     uploads, principal = _uploads(state), state.auth.principal(request.headers)
     name = parse_name(text)
-    with _told(state, principal, "delete", name.exact):
-        await uploads.delete(principal, name)
+    with _told(state, principal, "delete", name.exact) as about:
+        about.digest = (await uploads.delete(principal, name)).digest
     return _json(DeletedAdapter(name.short))
 
 
