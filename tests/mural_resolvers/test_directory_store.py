@@ -7,10 +7,12 @@ import errno
 import fcntl
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -375,6 +377,41 @@ async def test_writers_in_two_processes_lose_nothing(
         assert await store.manifest(V1.at(f"v{i}")) == build_manifest(winner)
     aliases = await store.aliases("acme", "default")
     assert aliases.keys() == {f"{mark}-{i}" for mark in ("one", "two") for i in range(20)}
+    assert left_in_staging(root) == []
+
+
+def publish_and_kill(root: Path, folder: Path, after_s: float) -> None:
+    """A process that publishes version after version, ended in the middle of something."""
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(root), str(folder), "one"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writer.stdin is not None
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "ready\n"
+    writer.stdin.write("\n")
+    writer.stdin.flush()
+    with suppress(subprocess.TimeoutExpired):
+        writer.wait(after_s)
+    writer.kill()
+    writer.communicate()
+
+
+async def test_a_writer_that_is_killed_leaves_whole_versions_or_none(
+    root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
+) -> None:
+    manifest = build_manifest(adapter)
+    entropy = random.Random(4)
+    for _ in range(6):
+        await asyncio.to_thread(publish_and_kill, root, adapter, entropy.uniform(0.0, 0.15))
+        for found in await store.list("acme"):
+            assert build_manifest(root / "acme" / "default" / found.name.version) == manifest
+        await store.aliases("acme", "default")
+
+    # Nobody's lock is left, nor what lay in staging.
+    assert await publish(store, V1.at("last"), adapter)
     assert left_in_staging(root) == []
 
 

@@ -24,9 +24,11 @@ import pytest
 from moto.server import ThreadedMotoServer
 from safetensors.numpy import load_file, save_file
 
+from mural_resolvers.errors import Forbidden
 from mural_resolvers.manifest import build_manifest
 from mural_resolvers.names import parse_name
-from mural_resolvers.store import TOMBSTONE_FILE
+from mural_resolvers.open_store import open_store
+from mural_resolvers.store import TOMBSTONE_FILE, StoredVersion
 from mural_resolvers.tenants import mint_key
 from mural_resolvers.uploads import Intake, Uploads
 from mural_server.settings import ServerSettings, SettingsError
@@ -325,6 +327,22 @@ async def test_an_admin_uploads_for_anybody_and_is_written_down(
     lines = [record.getMessage() for record in caplog.records if record.name == "mural.audit"]
     assert len(lines) == 2
     assert all(card["digest"] in line for line in lines)
+
+
+async def test_a_server_is_a_store_to_its_clients(uploader, adapter, tmp_path: Path, keys) -> None:
+    folder, name = tmp_path / "trained", parse_name("acme/sql:v1")
+    manifest = build_manifest(folder)
+    store = open_store(uploader.server.url, api_key=keys["acme"])
+
+    assert await store.publish(name, folder, manifest)
+    assert not await store.publish(name, folder, manifest)
+    assert await store.list("acme") == (StoredVersion(name, manifest.digest, manifest.num_bytes),)
+    with pytest.raises(Forbidden):
+        await store.publish(parse_name("globex:v1"), folder, manifest)
+    assert await store.delete(name)
+    assert not await store.delete(name)
+    assert await store.list("acme") == ()
+    await store.close()
 
 
 # -- who may --------------------------------------------------------------------------------------
