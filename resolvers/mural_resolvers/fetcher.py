@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -48,14 +49,17 @@ _CACHE_THREADS = 4
 class FetcherSettings:
     """Bounds on downloads.
 
-    ``deadline_s``: the longest that one may take, its turn not included; ``max_pending`` in all
-    and per tenant run or wait for their turn. A tenant may begin ``cold_loads_per_minute``
-    downloads, and ``cold_burst`` of them at once; above that 429.
+    ``deadline_s``: the longest that one may take, its turn not included. ``max_pending`` in all
+    and ``max_pending_per_tenant`` run or wait for their turn; beyond the first 503 at once, beyond
+    the second 429. A tenant may begin ``cold_loads_per_minute`` downloads, and ``cold_burst`` of
+    them at once; above that 429.
     """
 
     deadline_s: float = 600.0
     max_concurrent: int = 8
     max_concurrent_per_tenant: int = 2
+    max_pending: int = 1024
+    max_pending_per_tenant: int = 64
     cold_loads_per_minute: float = 60.0
     cold_burst: int = 32
     retry_after_s: float = 2.0
@@ -97,6 +101,22 @@ class _Order:
         found = self.description
         return found.digest or f"{self.resolver.name} {found.name.exact} {found.revision}"
 
+    def stands_for(self, other: _Order) -> bool:
+        """Whether what this one fails with is what the other would fail with, too."""
+        return (self.resolver.name, self.description.name, self.tenant) == (
+            other.resolver.name,
+            other.description.name,
+            other.tenant,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A download under way or waiting for its turn, and for what order."""
+
+    order: _Order
+    task: asyncio.Task[Manifest | MuralError]
+
 
 class AdapterFetcher:
     """Brings described content into the disk cache. For one event loop."""
@@ -117,7 +137,8 @@ class AdapterFetcher:
         self._clock = clock
         self._turns = Turns(settings.max_concurrent, settings.max_concurrent_per_tenant)
         self._rate = Rate(settings.cold_loads_per_minute / 60, settings.cold_burst, clock)
-        self._flights: dict[str, asyncio.Task[Manifest | MuralError]] = {}
+        self._flights: dict[str, _Flight] = {}
+        self._pending: Counter[str] = Counter()
         self._under_way: dict[str, Fetch] = {}
         self._threads = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="adapter-cache")
         self.counts = FetchCounts()
@@ -158,12 +179,7 @@ class AdapterFetcher:
         if found is not None:
             self.counts.hits += 1
             return found
-        flight = self._flights.get(order.key) or self._start(order)
-        # wait() rather than await: who leaves must not take the flight along.
-        await asyncio.wait({flight})
-        if flight.cancelled():
-            raise Unavailable("The server is shutting down.")
-        outcome = flight.result()
+        outcome = await self._outcome(order)
         if isinstance(outcome, MuralError):
             raise outcome.with_traceback(None)
         found = await self._in_thread(self._link, order, outcome)
@@ -171,6 +187,24 @@ class AdapterFetcher:
             # It was evicted before this name, which had waited along, could be noted.
             raise Unavailable("The cache of adapters is too small for what is asked of it.")
         return found
+
+    async def _outcome(self, order: _Order) -> Manifest | MuralError:
+        """Bring an order's content, or wait for whoever does.
+
+        What another order failed with is of its own name, source and tenant: it is neither told
+        nor believed, and this one is tried itself.
+        """
+        while True:
+            flight = self._flights.get(order.key)
+            if flight is None:
+                flight = self._start(order)
+            # wait() rather than await: who leaves must not take the flight along.
+            await asyncio.wait({flight.task})
+            if flight.task.cancelled():
+                raise Unavailable("The server is shutting down.")
+            outcome = flight.task.result()
+            if not isinstance(outcome, MuralError) or flight.order.stands_for(order):
+                return outcome
 
     @asynccontextmanager
     async def lease(self, digest: str) -> AsyncIterator[Path]:
@@ -187,7 +221,7 @@ class AdapterFetcher:
 
     async def close(self) -> None:
         """Break off what is under way; its partial files go."""
-        flights = list(self._flights.values())
+        flights = [flight.task for flight in self._flights.values()]
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
@@ -198,6 +232,7 @@ class AdapterFetcher:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when an idle fetcher still holds flights or turns."""
         assert set(self._under_way) <= set(self._flights)
+        assert self._pending.total() == len(self._flights)
         assert self._flights or self._turns.idle
         self._cache.check_integrity()
 
@@ -231,18 +266,35 @@ class AdapterFetcher:
 
     # -- a flight ---------------------------------------------------------------------------------
 
-    def _start(self, order: _Order) -> asyncio.Task[Manifest | MuralError]:
+    def _start(self, order: _Order) -> _Flight:
+        self._check_pending(order.tenant)
         wait_s = self._rate.take(order.tenant)
         if wait_s > 0:
-            self.counts.rate_limited += 1
-            raise RateLimited(
-                "Too many of this tenant's adapters are being fetched.", retry_after_s=wait_s
-            )
-        key = order.key
-        flight = asyncio.create_task(self._fly(order), name=f"fetch {order.description.name}")
-        self._flights[key] = flight
-        flight.add_done_callback(lambda _: self._flights.pop(key))
+            raise self._limited(wait_s)
+        task = asyncio.create_task(self._fly(order), name=f"fetch {order.description.name}")
+        flight = self._flights[order.key] = _Flight(order, task)
+        self._pending[order.tenant] += 1
+        task.add_done_callback(lambda _: self._land(order))
         return flight
+
+    def _land(self, order: _Order) -> None:
+        del self._flights[order.key]
+        self._pending[order.tenant] -= 1
+        if not self._pending[order.tenant]:
+            del self._pending[order.tenant]
+
+    def _check_pending(self, tenant: str) -> None:
+        """Downloads outlive those who wait for them, so that a slow source would pile them up."""
+        if self._pending[tenant] >= self._settings.max_pending_per_tenant:
+            raise self._limited(self._settings.retry_after_s)
+        if len(self._flights) >= self._settings.max_pending:
+            raise self._unavailable("Too many adapters are being fetched.")
+
+    def _limited(self, retry_after_s: float) -> RateLimited:
+        self.counts.rate_limited += 1
+        return RateLimited(
+            "Too many of this tenant's adapters are being fetched.", retry_after_s=retry_after_s
+        )
 
     async def _fly(self, order: _Order) -> Manifest | MuralError:
         """One download, its errors as values: it may end when nobody waits any more."""

@@ -121,6 +121,8 @@ class LoRAResolverRegistry:
         self._pending: Counter[str] = Counter()
         self._turns = Turns(settings.max_concurrent, settings.max_concurrent_per_tenant)
         self._negative = _NegativeAnswers(settings, clock)
+        self._created: set[_Scope] = set()
+        """Flights whose name came to be while they looked for it."""
         self._down_until: dict[str, float] = {}
         self._resolved: OrderedDict[tuple[str, str], ResolvedAdapter] = OrderedDict()
         self._aliases: OrderedDict[AdapterName, AdapterName] = OrderedDict()
@@ -160,6 +162,9 @@ class LoRAResolverRegistry:
     async def resolve(self, principal: Principal, name: AdapterName) -> ResolvedAdapter:
         """As ``get``, with the whole answer (manifest, source)."""
         authorize(principal, name)
+        return await self._resolve(principal, name)
+
+    async def _resolve(self, principal: Principal, name: AdapterName) -> ResolvedAdapter:
         if self._closed:
             raise Unavailable("The server is shutting down.")
         scope = _Scope.of(principal, name)
@@ -192,7 +197,8 @@ class LoRAResolverRegistry:
         adapter = self._resolved.get((request.lora_name, request.digest))
         for _ in range(_LEASE_ATTEMPTS):
             if adapter is None:
-                adapter = await self.resolve(principal, parse_name(request.lora_name))
+                # It was allowed when it was asked for, maybe under an alias that alone is granted.
+                adapter = await self._resolve(principal, parse_name(request.lora_name))
                 if adapter.manifest.digest != request.digest:
                     raise Unavailable("The adapter's content changed while it was waited for.")
             if not adapter.cached or self._fetcher is None:
@@ -215,8 +221,9 @@ class LoRAResolverRegistry:
         return not await self._fetcher.repair(request.digest)
 
     def forget(self, name: AdapterName) -> None:
-        """Drop "not found" of a name that has just been created."""
+        """Drop "not found" of a name that has just been created; who looks for it looks again."""
         self._negative.forget(name)
+        self._created.update(scope for scope in self._flights if scope.name == name)
 
     async def close(self) -> None:
         """Cancel look-ups, whose waiters get ``Unavailable``, and close the resolvers."""
@@ -234,6 +241,7 @@ class LoRAResolverRegistry:
         """Raise ``AssertionError`` when an idle registry still holds flights or turns."""
         assert self._pending.total() == len(self._flights)
         assert self._flights or self._turns.idle
+        assert self._created <= self._flights.keys()
         assert len(self._negative) <= self._settings.max_negative
         assert len(self._resolved) <= self._settings.max_resolved
 
@@ -258,6 +266,7 @@ class LoRAResolverRegistry:
 
     def _land(self, scope: _Scope) -> None:
         del self._flights[scope]
+        self._created.discard(scope)
         self._pending[scope.payer] -= 1
         if not self._pending[scope.payer]:
             del self._pending[scope.payer]
@@ -265,7 +274,13 @@ class LoRAResolverRegistry:
     async def _fly(self, scope: _Scope, principal: Principal) -> ResolvedAdapter | MuralError:
         """One look-up, with its errors as values: it may end when nobody waits any more."""
         try:
-            adapter = await self._look_up(scope, principal)
+            try:
+                adapter = await self._look_up(scope, principal)
+            except AdapterNotFound:
+                if scope not in self._created:
+                    raise
+                # The answer was on its way when the name was created.
+                adapter = await self._look_up(scope, principal)
         except AdapterNotFound as error:
             self._negative.remember(scope)
             return error
@@ -285,7 +300,7 @@ class LoRAResolverRegistry:
         except TimeoutError:
             down = self._unavailable("No source answered in time.")
         except (AdapterNotFound, Forbidden):
-            await self._revoke(scope.name)
+            await self._revoke(principal, scope.name)
             raise
         except Unavailable as error:
             down = error
@@ -360,12 +375,19 @@ class LoRAResolverRegistry:
             return None
         return await self._fetcher.cached(self._aliases.get(name, name))
 
-    async def _revoke(self, name: AdapterName) -> None:
-        """A source said no: what is cached under the name is not served any more either."""
-        self._aliases.pop(name, None)
+    async def _revoke(self, principal: Principal, name: AdapterName) -> None:
+        """A source said no: what is cached under the name is not served any more either.
+
+        Unless it came from a source that was not asked, as this principal may not use it.
+        """
         if self._fetcher is None:
             return
         try:
+            if not (principal.is_admin or principal.sources is None):
+                cached = await self._cached(name)
+                if cached is None or not may_use_source(principal, cached.source):
+                    return
+            self._aliases.pop(name, None)
             await self._fetcher.forget(name)
         except Unavailable as error:
             # The answer is the source's no; the disk's trouble is for whoever reads the log.

@@ -355,6 +355,28 @@ async def test_a_name_that_was_just_made_is_asked_again(registry_of: Make) -> No
     assert await registry.get(ACME, V1)
 
 
+async def test_a_name_that_is_made_while_it_is_looked_for_is_found(registry_of: Make) -> None:
+    asked, made = asyncio.Semaphore(0), asyncio.Event()
+    names: set[AdapterName] = set()
+
+    async def slow(name: AdapterName) -> AdapterDescription | None:
+        there = name in names
+        asked.release()
+        await made.wait()
+        return adapter(name) if there else None
+
+    registry = registry_of(FakeResolver(slow))
+    waiting = asyncio.create_task(registry.get(ACME, V1))
+    await asked.acquire()
+    names.add(V1)
+    registry.forget(V1)
+    joining = asyncio.create_task(registry.get(ACME, V1))
+    made.set()
+
+    assert (await waiting).lora_name == (await joining).lora_name == "acme:v1"
+    registry.check_integrity()
+
+
 async def test_not_found_is_remembered_within_a_bound(registry_of: Make) -> None:
     resolver = FakeResolver(absent)
     registry = registry_of(resolver, max_negative=2)
