@@ -63,6 +63,11 @@ class SourceConfig:
     name: str
     options: Mapping[str, object]
 
+    def __str__(self) -> str:
+        """Its name and where it is, for the log. Credentials are in no option."""
+        places = (self.options.get(key) for key in ("path", "url", "endpoint", "bucket"))
+        return " ".join(str(part) for part in (self.name, *places) if part)
+
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The disk cache. ``quota`` in bytes (``10Gi``); ``verify`` hashes at every lease."""

@@ -179,11 +179,6 @@ class AdapterCatalog:
         self._removals: dict[int, asyncio.Task[FreedBytes]] = {}
         self._name_locks: dict[str, tuple[asyncio.Lock, int]] = {}
 
-    @property
-    def sources(self) -> str:
-        """The names of the sources, in their order, for the log."""
-        return ", ".join(self._registry.source_names)
-
     # -- a request's look-up ----------------------------------------------------------------------
 
     @asynccontextmanager

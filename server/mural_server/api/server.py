@@ -125,7 +125,8 @@ async def build_state(
         client, catalog, admission, Traffic(), max_adapter_labels=settings.metrics_adapters
     )
     metrics.add(AccessCollector(auth.tenants, accounts, audit))
-    metrics.add(SourcesCollector(registry))
+    sources = SourcesCollector(registry)
+    metrics.add(sources)
     uploads = None if source is None else source.uploads(settings, client, registry, catalog)
     beside: list[asyncio.Task[None]] = []
     if auth.tenants is not None:
@@ -142,6 +143,7 @@ async def build_state(
             auth=auth,
             admission=admission,
             metrics=metrics,
+            sources=sources,
             audit=audit,
             uploads=uploads,
             accounts=accounts,
@@ -291,10 +293,10 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
     if info.max_loras:
         logger.info(
             "adapters from %s; %d names registered",
-            state.catalog.sources or "no source",
+            _sources(settings) or "no source",
             len(settings.lora_modules),
         )
-    elif state.catalog.sources:
+    elif _sources(settings):
         logger.warning("no adapter is served from anywhere: they are off (--no-enable-lora)")
     if settings.resolved_auth == "open":
         reach = "this machine" if is_loopback(settings.resolved_host) else "THE NETWORK"
@@ -304,6 +306,11 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
     scheme = "http" if settings.ssl_certfile is None else "https"
     places = [f"{scheme}://{_address(bound)}" for bound in sockets]
     logger.info("OpenAI API on %s, control API on %s", *[*places, "no port"][:2])
+
+
+def _sources(settings: ServerSettings) -> str:
+    found = [str(source) for source in settings.sources().resolvers]
+    return ", ".join([*found, *(["uploads"] if settings.upload_store else [])])
 
 
 def _known_keys(state: AppState) -> str:

@@ -5,6 +5,7 @@ The store is moto's server in this process; real ones are in the ``stores`` suit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,7 +117,19 @@ async def test_the_file_of_sources_says_the_same(start_server, adapter_dir, stor
     )
     server = await start_server(adapter_sources=str(path))
     assert (await server.complete(model="acme:v1")).status_code == 200
-    assert server.state.catalog.sources == "directory, main"
+    metrics = (await server.http.get("/metrics")).text
+    assert re.findall(r'mural:adapter_source_down{source="(\w+)"}', metrics) == [
+        "directory",
+        "main",
+    ]
+
+
+def test_the_log_says_where_the_sources_are():
+    settings = ServerSettings(
+        adapter_dir="my", adapter_source=("s3://bucket/prod?region=eu", "hub+https://hub.internal")
+    )
+    shown = [str(source) for source in settings.sources().resolvers]
+    assert shown == ["directory my", "s3 s3://bucket/prod", "hub https://hub.internal"]
 
 
 @pytest.mark.parametrize(
