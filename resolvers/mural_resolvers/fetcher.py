@@ -148,11 +148,10 @@ class AdapterFetcher:
         """The downloads that run now."""
         return tuple(replace(fetch) for fetch in self._under_way.values())
 
-    @property
-    def usage(self) -> CacheUsage | None:
-        """What the cache holds, from its own notes; None while the disk cannot tell."""
+    async def usage(self) -> CacheUsage | None:
+        """What the cache holds; None while the disk cannot tell. May wait for a change to end."""
         try:
-            return self._cache.usage()
+            return await self._in_thread(self._cache.usage)
         except Unavailable:
             return None
 

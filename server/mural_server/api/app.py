@@ -127,4 +127,4 @@ def _add_status_routes(app: FastAPI, state: AppState) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return get_metrics(state)
+        return await get_metrics(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 
@@ -29,6 +30,7 @@ TOKEN_BUCKETS_S = (
     *(0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0),
 )
+USAGE_S = 1.0
 LATENCY_BUCKETS_S = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
@@ -290,10 +292,23 @@ class AccessCollector(Collector):
 
 
 class SourcesCollector(Collector):
-    """What downloads cost, and what the disk cache holds."""
+    """What downloads cost, and what the disk cache held when that was last read."""
 
     def __init__(self, registry: LoRAResolverRegistry) -> None:
         self._registry = registry
+        self._usage: CacheUsage | None = None
+        self._reading: asyncio.Task[CacheUsage | None] | None = None
+
+    async def refresh(self) -> None:
+        """Read the cache's usage, beside the loop; wait for a busy or hung disk a moment only."""
+        fetcher = self._registry.fetcher
+        if fetcher is None:
+            return
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(fetcher.usage(), name="cache usage")
+        await asyncio.wait({self._reading}, timeout=USAGE_S)
+        if self._reading.done():
+            self._usage = self._reading.result()
 
     def describe(self) -> list[Metric]:
         return []
@@ -310,7 +325,7 @@ class SourcesCollector(Collector):
         fetcher = self._registry.fetcher
         if fetcher is not None:
             yield from _fetches(fetcher)
-            yield from _cache(fetcher.usage)
+            yield from _cache(self._usage)
 
 
 def _fetches(fetcher: AdapterFetcher) -> Iterator[Metric]:

@@ -12,7 +12,7 @@ from mural_resolvers.tenants import Principal, TenantAccounts
 from mural_resolvers.uploads import Uploads
 from mural_server.api.admission import Admission
 from mural_server.api.auth import Authenticator
-from mural_server.api.metrics import Metrics
+from mural_server.api.metrics import Metrics, SourcesCollector
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.text import TextPipeline
 from mural_server.catalog import AdapterCatalog
@@ -51,6 +51,7 @@ class AppState:
     auth: Authenticator
     admission: Admission
     metrics: Metrics
+    sources: SourcesCollector
     audit: AuditLog
     uploads: Uploads | None = None
     accounts: TenantAccounts = field(default_factory=TenantAccounts)

@@ -38,6 +38,7 @@ def get_version() -> Response:
     return Response(msgspec.json.encode({"version": found}), media_type="application/json")
 
 
-def get_metrics(state: AppState) -> Response:
+async def get_metrics(state: AppState) -> Response:
     """Prometheus' text format."""
+    await state.sources.refresh()
     return Response(state.metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -6,6 +6,7 @@ The store is moto's server in this process; real ones are in the ``stores`` suit
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
+from mural_resolvers.disk_cache import CacheUsage, DiskCache
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 from mural_resolvers.sources import build_resolvers
@@ -104,6 +106,21 @@ async def test_a_server_starts_without_its_store_and_says_503(start_server, sour
     assert answer.headers["retry-after"]
     metrics = (await server.http.get("/metrics")).text
     assert 'mural:adapter_source_down{source="s3"} 1.0' in metrics
+
+
+async def test_a_scrape_leaves_the_disk_to_other_threads(start_server, sources, monkeypatch):
+    threads = []
+
+    def usage(cache):
+        threads.append(threading.current_thread())
+        return CacheUsage(bytes=7, quota=9, versions=1, by_tenant={})
+
+    monkeypatch.setattr(DiskCache, "usage", usage)
+    server = await start_server(**sources)
+    metrics = (await server.http.get("/metrics")).text
+    assert "mural:adapter_cache_bytes 7.0" in metrics
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_the_file_of_sources_says_the_same(start_server, adapter_dir, store, tmp_path):
