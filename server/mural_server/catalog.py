@@ -210,6 +210,20 @@ class AdapterCatalog:
         finally:
             self._release(entry.lora.lora_int_id)
 
+    @asynccontextmanager
+    async def files(self, lora: LoRARequest) -> AsyncIterator[Path]:
+        """Hold the folder of an adapter in use in its place, while a file of it is read.
+
+        Weights may be resident longer than the disk cache keeps their folder, which is fetched
+        again then. Raises as a look-up.
+        """
+        if ":" not in lora.lora_name:
+            # An admin's name: its folder is not the cache's.
+            yield Path(lora.lora_path)
+            return
+        async with self._registry.lease(OPERATOR, lora) as folder:
+            yield folder
+
     async def find(self, principal: Principal, model: str) -> ServedModel:
         """As `use`, without making the adapter resident."""
         if model in self.served:

@@ -13,6 +13,8 @@ import os
 import sys
 import time
 from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,6 +39,8 @@ MAX_REMEMBERED = 1024
 ContextValue: TypeAlias = (
     "str | int | float | bool | list[ContextValue] | dict[str, ContextValue] | None"
 )
+
+FilesOf: TypeAlias = "Callable[[LoRARequest], AbstractAsyncContextManager[Path]]"
 
 
 class Rendering(msgspec.Struct, kw_only=True):
@@ -145,10 +149,16 @@ async def _ask(process: asyncio.subprocess.Process, frame: bytes) -> _Answer:
 
 
 class AdapterTemplates:
-    """The templates that adapters ship, by digest: a version's files never change."""
+    """The templates that adapters ship, by digest: a version's files never change.
 
-    def __init__(self, renderer: SandboxedRenderer, *, keep: int = 256) -> None:
+    ``files`` holds an adapter's folder in place while its template is read.
+    """
+
+    def __init__(
+        self, renderer: SandboxedRenderer, files: FilesOf | None = None, *, keep: int = 256
+    ) -> None:
         self._renderer = renderer
+        self._files = files or _in_place
         self._keep = keep
         self._texts: OrderedDict[str, str] = OrderedDict()
         self._unusable: OrderedDict[str, tuple[float, str]] = OrderedDict()
@@ -156,10 +166,11 @@ class AdapterTemplates:
     async def template(self, lora: LoRARequest, entry: FileEntry) -> str:
         """The adapter's own template, which is the file that its digest knows.
 
-        Raises `UnusableAdapter` when that file is not there any more.
+        Raises `UnusableAdapter` when that file is not there any more, and what ``files`` raises.
         """
         if entry.sha256 not in self._texts:
-            text = await asyncio.to_thread(_read_template, Path(lora.lora_path), entry)
+            async with self._files(lora) as folder:
+                text = await asyncio.to_thread(_read_template, folder, entry)
             self._texts[entry.sha256] = text
             while len(self._texts) > self._keep:
                 self._texts.popitem(last=False)
@@ -188,6 +199,11 @@ class AdapterTemplates:
     async def close(self) -> None:
         """End the worker."""
         await self._renderer.close()
+
+
+@contextlib.asynccontextmanager
+async def _in_place(lora: LoRARequest) -> AsyncIterator[Path]:
+    yield Path(lora.lora_path)
 
 
 def _unusable(reason: str) -> UnusableAdapter:

@@ -109,7 +109,7 @@ async def build_state(
         limits=limits,
     )
     admission = Admission(client.info.max_num_seqs + settings.max_queued_requests)
-    templates = AdapterTemplates(SandboxedRenderer())
+    templates = AdapterTemplates(SandboxedRenderer(), catalog.files)
     generator = _generator(client, tokenizer)
     texts = TextPipeline(
         tokenizer,

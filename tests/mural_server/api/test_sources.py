@@ -6,6 +6,7 @@ The store is moto's server in this process; real ones are in the ``stores`` suit
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,6 +107,21 @@ async def test_a_server_starts_without_its_store_and_says_503(start_server, sour
     assert answer.headers["retry-after"]
     metrics = (await server.http.get("/metrics")).text
     assert 'mural:adapter_source_down{source="s3"} 1.0' in metrics
+
+
+async def test_a_resident_adapter_has_its_template_when_the_disk_cache_has_dropped_it(
+    start_server, make_adapter, store, sources, tmp_path
+):
+    folder = make_adapter(tmp_path / "v3", 3, template="<<{{ messages[0].content }}>>")
+    publish(store, "prod/acme/default/v3", folder)
+    server = await start_server(**sources)
+    assert (await server.complete(model="acme:v3")).status_code == 200
+    shutil.rmtree(server.engine.loads[0].lora_path)
+
+    assert (await server.chat(model="acme:v3")).status_code == 200
+    prompt = server.engine.requests[-1].prompt_token_ids
+    assert await server.state.texts.decode(prompt) == "<<Hi>>"
+    assert len(server.engine.loads) == 1
 
 
 async def test_a_scrape_leaves_the_disk_to_other_threads(start_server, sources, monkeypatch):
