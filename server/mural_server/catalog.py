@@ -29,6 +29,7 @@ from mural_resolvers.errors import (
     MalformedName,
     ManifestMismatch,
     MuralError,
+    RateLimited,
     TooLarge,
     Unavailable,
     UnusableAdapter,
@@ -41,7 +42,14 @@ from mural_resolvers.names import AdapterName, parse_name, validate_admin_name
 from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
 from mural_resolvers.resolver import ResolvedAdapter
-from mural_resolvers.tenants import ADMIN, Principal, authorize, authorize_base, may_use
+from mural_resolvers.tenants import (
+    ADMIN,
+    Principal,
+    authorize,
+    authorize_base,
+    may_use,
+    may_use_source,
+)
 from mural_server.engine.client import EngineClient
 from mural_server.engine.messages import AdapterInfo, AdapterLevel, FreedBytes
 
@@ -116,9 +124,9 @@ class _Asker(NamedTuple):
 
 
 class _Flight(NamedTuple):
-    """A load under way, and the folder that it reads."""
+    """A load under way, and the name on whose behalf it is."""
 
-    path: str
+    name: str
     task: asyncio.Task[AdapterInfo]
 
 
@@ -131,13 +139,17 @@ class _Entry(msgspec.Struct, kw_only=True):
     """None for an admin's name."""
     checked: dict[_Asker, float] = {}
     """When the sources last gave this to whom: a source may refuse one and not another."""
+    sources: set[str] = set()
+    """Those that have it, as far as is known."""
 
     def served(self) -> ServedModel:
         template = next((f for f in self.manifest.files if f.path == TEMPLATE_FILE), None)
         return ServedModel(self.name, self.lora, template)
 
     def usable_by(self, principal: Principal) -> bool:
-        return may_use(principal, self.parsed or self.name, shared=self.shared)
+        return may_use(principal, self.parsed or self.name, shared=self.shared) and (
+            self.parsed is None or any(may_use_source(principal, name) for name in self.sources)
+        )
 
 
 class AdapterCatalog:
@@ -314,7 +326,10 @@ class AdapterCatalog:
                 known.checked.pop(asker, None)
             raise
         except AdapterNotFound:
-            if known is not None:
+            if known is not None and principal.sources is not None:
+                # Of the sources that this key may use: others may find it elsewhere.
+                known.checked.pop(asker, None)
+            elif known is not None:
                 self._forget(known)
             raise
         except (Conflict, TooLarge, UnusableAdapter) as error:
@@ -328,6 +343,7 @@ class AdapterCatalog:
         if old is not None and old.lora.digest == digest:
             old.checked.pop(asker, None)
             old.checked[asker] = self._clock()
+            old.sources.add(adapter.source)
             if len(old.checked) > MAX_ASKERS:
                 del old.checked[next(iter(old.checked))]
             self._resolved.move_to_end(short)
@@ -342,6 +358,7 @@ class AdapterCatalog:
             manifest=adapter.manifest,
             parsed=adapter.name,
             checked={asker: self._clock()},
+            sources={adapter.source},
         )
         self._resolved[short] = entry
         self._bound_resolved()
@@ -384,7 +401,7 @@ class AdapterCatalog:
             flight = self._loads.get(lora_int_id)
             if flight is None:
                 flight = _Flight(
-                    entry.lora.lora_path,
+                    entry.name,
                     asyncio.create_task(self._load(principal, entry), name=f"load {entry.name}"),
                 )
                 self._loads[lora_int_id] = flight
@@ -393,8 +410,8 @@ class AdapterCatalog:
             if flight.task.cancelled():
                 raise Unavailable("The server is shutting down.")
             error = flight.task.exception()
-            if isinstance(error, ManifestMismatch) and flight.path != entry.lora.lora_path:
-                # Another name's folder no longer holds this content; ours may.
+            if flight.name != entry.name and _is_of_a_name(error):
+                # Another name's folder no longer holds this content, or is gone; ours may.
                 continue
             return flight.task.result()
 
@@ -752,6 +769,12 @@ class _Unusable:
 def _log_refusal(name: str, error: BaseException) -> None:
     """The client is told; whoever is woken up has only the log."""
     logger.info("adapter %s is not loaded: %s", name, error)
+
+
+def _is_of_a_name(error: BaseException | None) -> bool:
+    """Whether a load failed for what its name means or may, rather than for its content."""
+    of_a_name = (AdapterNotFound, Conflict, Forbidden, ManifestMismatch, RateLimited)
+    return isinstance(error, of_a_name)
 
 
 def _real(path: str) -> Path:

@@ -52,14 +52,22 @@ async def retrieve_model(state: AppState, request: Request, name: str) -> Respon
     # It may ask the sources, so it counts as the other requests do.
     with closing(state.accounts.enter(principal, 1, time.monotonic())):
         served = await state.catalog.find(principal, name)
-    for card in _cards(state, principal):
+    cards = _base_cards(state, principal)
+    # Whoever may ask under an alias may not always list the version that it means.
+    cards += [_adapter(state, principal, view) for view in state.catalog.view()]
+    for card in cards:
         if card.id in (name, served.name):
             return Response(msgspec.json.encode(card), media_type="application/json")
     raise AdapterNotFound(f"The model {quoted(name)} does not exist.")
 
 
 def _cards(state: AppState, principal: Principal) -> list[ModelCard]:
-    base = [
+    adapters = [_adapter(state, principal, view) for view in state.catalog.visible(principal)]
+    return [*_base_cards(state, principal), *adapters]
+
+
+def _base_cards(state: AppState, principal: Principal) -> list[ModelCard]:
+    return [
         ModelCard(
             id=name,
             created=state.started_at,
@@ -69,8 +77,6 @@ def _cards(state: AppState, principal: Principal) -> list[ModelCard]:
         for name in state.catalog.served
         if principal.base or principal.is_admin
     ]
-    adapters = [_adapter(state, principal, view) for view in state.catalog.visible(principal)]
-    return [*base, *adapters]
 
 
 def _adapter(state: AppState, principal: Principal, view: AdapterView) -> ModelCard:

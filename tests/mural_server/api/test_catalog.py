@@ -19,6 +19,7 @@ from mural_resolvers.errors import (
     InvalidInput,
     MalformedName,
     ManifestMismatch,
+    RateLimited,
     Unavailable,
     UnusableAdapter,
 )
@@ -350,11 +351,20 @@ async def test_unusable_content_is_not_read_again_for_a_while(engine, adapter_di
     await registry.close()
 
 
-async def test_another_tenant_s_spoilt_folder_does_not_refuse_the_same_content(
-    catalog, engine, adapter_dir
+@pytest.mark.parametrize(
+    "error",
+    [
+        ManifestMismatch("the files are others by now"),
+        AdapterNotFound("The adapter globex:copy does not exist."),
+        Forbidden(),
+        RateLimited("Too many of this tenant's adapters are being fetched."),
+    ],
+)
+async def test_what_another_tenant_s_load_fails_with_does_not_refuse_the_same_content(
+    catalog, engine, adapter_dir, error
 ):
     shutil.copytree(adapter_dir / "acme/default/v1", adapter_dir / "globex/default/copy")
-    engine.refusals["globex:copy"] = ManifestMismatch("the files are others by now")
+    engine.refusals["globex:copy"] = error
     engine.load_gate = asyncio.Event()
     spoilt = asyncio.create_task(lora_of(catalog, "globex:copy"))
     await asyncio.wait_for(engine.loading.wait(), 10)
@@ -364,9 +374,39 @@ async def test_another_tenant_s_spoilt_folder_does_not_refuse_the_same_content(
         while catalog.view()[-1].name != "acme:v1":  # noqa: ASYNC110 # no event tells of it
             await asyncio.sleep(0)
     engine.load_gate.set()
-    with pytest.raises(ManifestMismatch):
+    with pytest.raises(type(error)):
         await spoilt
     assert (await sound).lora_int_id in engine.resident
+
+
+async def test_a_key_s_sources_decide_what_it_sees_and_what_its_no_takes_away(
+    engine, adapter_dir, tmp_path, make_adapter
+):
+    make_adapter(tmp_path / "other/acme/default/v9", 9)
+    now = 0.0
+    ids = LoRAIdAllocator()
+    sources = [DirectoryResolver(adapter_dir), DirectoryResolver(tmp_path / "other", name="other")]
+    registry = LoRAResolverRegistry(sources, engine.info.base_spec, ids)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
+    )
+    limited = Principal(tenant="acme", sources=frozenset({"other"}))
+    await lora_of(catalog, "acme:v1", ACME)
+    shutil.copytree(adapter_dir / "acme/default/v2", tmp_path / "other/acme/default/v2")
+    await lora_of(catalog, "acme:v2", ACME)
+    lora = await lora_of(catalog, "acme:v2", limited)
+    await lora_of(catalog, "acme:v9", limited)
+    assert [view.name for view in catalog.visible(ACME)] == ["acme:v1", "acme:v2", "acme:v9"]
+    assert [view.name for view in catalog.visible(limited)] == ["acme:v2", "acme:v9"]
+
+    shutil.rmtree(tmp_path / "other/acme/default/v2")
+    now = 60.0
+    with pytest.raises(AdapterNotFound):
+        await lora_of(catalog, "acme:v2", limited)
+    assert lora.lora_int_id in engine.resident
+    assert await lora_of(catalog, "acme:v2", ACME) == lora
+    await catalog.close()
+    await registry.close()
 
 
 async def test_a_server_without_adapters_knows_none(adapter_dir, engine):

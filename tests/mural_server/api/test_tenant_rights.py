@@ -397,3 +397,14 @@ async def test_an_audit_log_that_cannot_be_written_fails_no_request(audited, ada
     await asyncio.to_thread(server.state.audit.flush)
     text = (await server.http.get("/metrics")).text
     assert 'mural:audit_records_total{result="failed"} 1.0' in text
+
+
+async def test_a_grant_of_an_alias_shows_the_model_that_it_means(serve, adapter_dir):
+    aliases = {"stable": [{"version": "v1"}]}
+    (adapter_dir / "globex/default/_aliases.json").write_text(json.dumps(aliases))
+    server = await serve(tenant("acme", grants=["globex:stable"]), tenant("globex"))
+    headers = {"authorization": f"Bearer {SENT['acme']}"}
+    shown = await server.http.get("/v1/models/globex:stable", headers=headers)
+    exact = await server.http.get("/v1/models/globex:v1", headers=headers)
+    assert (shown.status_code, shown.json()["id"]) == (200, "globex:v1")
+    assert exact.status_code == 403
