@@ -790,7 +790,8 @@ def test_a_hostile_template_costs_its_own_chat_only(site: Site, place: int) -> N
 def bomb(site: Site, name: str) -> Path:
     """An adapter that keeps the loader at work until it is stopped."""
     folder = site.put(name, site.oracle.folder("all", 0))
-    change_config(folder, target_modules=BOMB)
+    # Of content that no other test has refused: that would not be read again.
+    change_config(folder, target_modules=BOMB, lora_alpha=7)
     return folder
 
 
