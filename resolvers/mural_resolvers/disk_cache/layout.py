@@ -105,6 +105,20 @@ class Layout:
             ) from error
         return True
 
+    def restore(self) -> None:
+        """Make again what somebody removed of a cache in use, all of it at the worst.
+
+        Raises ``OSError``, and ``Unavailable`` where something else has taken its place.
+        """
+        if all(is_real_folder(folder) for folder in self.folders):
+            return
+        try:
+            self._create()
+        except InvalidInput as error:
+            raise Unavailable(error.message, retry_after_s=10.0) from error
+        # Of what is noted, who knows what is left.
+        self.usage.unlink(missing_ok=True)
+
     def _create(self) -> None:
         # What tenants brought is no other user's to read.
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ class Ledger:
         A ``MuralError`` ends a change in good order, any other error leaves it to be counted
         anew. Raises ``Unavailable`` for what the disk refuses.
         """
-        with disk_faults(), self._mutex.held():
+        with disk_faults(), self._held():
             usage = self.read() or self.sweep().usage
             self._layout.usage.unlink(missing_ok=True)
             try:
@@ -72,7 +72,7 @@ class Ledger:
     @contextmanager
     def opening(self) -> Iterator[Findings]:
         """``changing``, with a sweep whatever is noted: after a power cut that may be old."""
-        with disk_faults(), self._mutex.held():
+        with disk_faults(), self._held():
             self._layout.usage.unlink(missing_ok=True)
             findings = self.sweep()
             yield findings
@@ -87,6 +87,12 @@ class Ledger:
         findings = sweep(self._layout, self._content, repair=True)
         self._stamps.follow(findings.newest_ns)
         return findings
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        self._layout.restore()
+        with self._mutex.held():
+            yield
 
     def _write(self, usage: Usage) -> None:
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -404,3 +405,23 @@ def test_a_version_that_vanished_is_not_cached(
     make(1).put(cache, V1)
     cache.open()
     cache.check_integrity(deep=True)
+
+
+@pytest.mark.parametrize("removed", [".", "blobs", "locks", "names", "staging", "versions"])
+def test_a_cache_in_use_from_which_somebody_removes_folders_goes_on(
+    folder: Path, open_cache: OpenCache, make: Make, removed: str
+) -> None:
+    cache = open_cache(folder / "cache", quota_bytes=250)
+    make(1).put(cache, V1)
+    lease = cache.lease(make(1).digest)
+    staging = make(2).stage(cache)
+    shutil.rmtree(folder / "cache" / removed)
+
+    for seed, name in enumerate((V3, V1, V2), 3):
+        cache.find(name)
+        cache.forget(name)
+        lease.release()
+        staging.discard()
+        make(seed).put(cache, name)
+    cache.check_integrity(deep=True)
+    assert cache.usage().versions == 2
