@@ -45,6 +45,31 @@ async def catalog(engine, adapter_dir: Path) -> AsyncIterator[AdapterCatalog]:
     made.check_integrity()
 
 
+class Clock:
+    """Seconds, as a test sets them."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def timed(engine, adapter_dir: Path, clock: Clock) -> AsyncIterator[AdapterCatalog]:
+    """A catalog under the test's own clock."""
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
+    made = AdapterCatalog(engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=clock)
+    yield made
+    await made.close()
+    await registry.close()
+
+
 async def lora_of(catalog: AdapterCatalog, model: str, principal: Principal = OPERATOR):
     async with catalog.use(principal, model) as served:
         return served.lora
@@ -275,80 +300,53 @@ async def test_make_resident_is_idempotent_and_knows_another_content(catalog, en
         await catalog.make_resident("acme:v1", digest="0" * 64, level="host", pinned=False)
 
 
-async def test_a_deleted_version_is_gone_once_it_is_looked_up_again(engine, adapter_dir: Path):
-    now = 0.0
-    ids = LoRAIdAllocator()
-    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
-    catalog = AdapterCatalog(
-        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
-    )
-    lora = await lora_of(catalog, "acme:v1")
+async def test_a_deleted_version_is_gone_once_it_is_looked_up_again(
+    timed, clock, engine, adapter_dir: Path
+):
+    lora = await lora_of(timed, "acme:v1")
     (adapter_dir / "acme/default/v1").rename(adapter_dir / "acme/default/_gone")
-    assert await lora_of(catalog, "acme:v1") == lora
-    now = 60.0
+    assert await lora_of(timed, "acme:v1") == lora
+    clock.now = 60.0
     with pytest.raises(AdapterNotFound):
-        await lora_of(catalog, "acme:v1")
+        await lora_of(timed, "acme:v1")
     await asyncio.wait_for(engine.removed.wait(), 10)
     assert engine.resident == {}
-    await catalog.close()
-    await registry.close()
 
 
 async def test_a_recheck_happens_beside_the_requests_and_takes_away_what_is_gone(
-    engine, adapter_dir: Path
+    timed, clock, engine, adapter_dir: Path
 ):
-    now = 0.0
-    ids = LoRAIdAllocator()
-    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
-    catalog = AdapterCatalog(
-        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
-    )
-    lora = await lora_of(catalog, "acme:v1")
+    lora = await lora_of(timed, "acme:v1")
     (adapter_dir / "acme/default/v1").rename(adapter_dir / "acme/default/_gone")
-    now = 15.0
-    assert await lora_of(catalog, "acme:v1") == lora
+    clock.now = 15.0
+    assert await lora_of(timed, "acme:v1") == lora
     await asyncio.wait_for(engine.removed.wait(), 10)
     with pytest.raises(AdapterNotFound):
-        await lora_of(catalog, "acme:v1")
-    await catalog.close()
-    await registry.close()
+        await lora_of(timed, "acme:v1")
 
 
-async def test_what_is_known_is_served_while_its_source_is_down(engine, adapter_dir: Path):
-    now = 0.0
-    ids = LoRAIdAllocator()
-    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
-    catalog = AdapterCatalog(
-        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
-    )
-    lora = await lora_of(catalog, "acme:v1")
+async def test_what_is_known_is_served_while_its_source_is_down(
+    timed, clock, engine, adapter_dir: Path
+):
+    lora = await lora_of(timed, "acme:v1")
     os.rename(adapter_dir, f"{adapter_dir}.away")
-    for later in (15.0, 70.0, 75.0, 1000.0):
-        now = later
-        assert await lora_of(catalog, "acme:v1") == lora
+    for clock.now in (15.0, 70.0, 75.0, 1000.0):
+        assert await lora_of(timed, "acme:v1") == lora
     with pytest.raises(Unavailable):
-        await lora_of(catalog, "acme:v2")
-    await catalog.close()
-    await registry.close()
+        await lora_of(timed, "acme:v2")
 
 
-async def test_unusable_content_is_not_read_again_for_a_while(engine, adapter_dir: Path):
-    now = 0.0
-    ids = LoRAIdAllocator()
-    registry = LoRAResolverRegistry([DirectoryResolver(adapter_dir)], engine.info.base_spec, ids)
-    catalog = AdapterCatalog(
-        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=lambda: now
-    )
+async def test_unusable_content_is_not_read_again_for_a_while(
+    timed, clock, engine, adapter_dir: Path
+):
     engine.refusals["acme:v1"] = UnusableAdapter("rank 64 is above 8")
     for _ in range(3):
         with pytest.raises(UnusableAdapter, match="rank 64"):
-            await lora_of(catalog, "acme:v1")
+            await lora_of(timed, "acme:v1")
     assert len(engine.loads) == 1
     engine.refusals.clear()
-    now = 301.0
-    assert await lora_of(catalog, "acme:v1")
-    await catalog.close()
-    await registry.close()
+    clock.now = 301.0
+    assert await lora_of(timed, "acme:v1")
 
 
 @pytest.mark.parametrize(
