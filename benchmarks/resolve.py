@@ -156,7 +156,9 @@ def registry(endpoint: str, cache_root: Path) -> LoRAResolverRegistry:
     settings = S3Settings(bucket=BUCKET, endpoint_url=endpoint, region="us-east-1")
     cache = DiskCache(cache_root, CacheSettings(min_free_bytes=0))
     cache.open()
-    bounds = FetcherSettings(cold_loads_per_minute=1e6, cold_burst=10**6)
+    bounds = FetcherSettings(
+        cold_loads_per_minute=1e6, cold_burst=10**6, max_pending_per_tenant=1000
+    )
     bounds_of_looks = RegistrySettings(timeout_s=300, max_pending_per_tenant=10_000)
     return LoRAResolverRegistry(
         [S3Resolver(settings)],
