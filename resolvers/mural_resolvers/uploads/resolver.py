@@ -14,7 +14,10 @@ from mural_resolvers.store import AdapterStore
 from mural_resolvers.tenants import Principal
 from mural_resolvers.uploads.record import UPLOAD_FILE, UploadRecord
 
-__all__ = ["UploadsResolver"]
+__all__ = ["UPLOADS", "UploadsResolver"]
+
+UPLOADS = "uploads"
+"""The source's name."""
 
 _MAX_REMEMBERED = 16_384
 
@@ -37,7 +40,7 @@ class UploadsResolver(LoRAResolver):
     @property
     def name(self) -> str:
         """``uploads``."""
-        return "uploads"
+        return UPLOADS
 
     @property
     def downloads(self) -> bool:

@@ -33,10 +33,11 @@ from mural_resolvers.errors import (
 from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.store import AdapterStore, StoredVersion
-from mural_resolvers.tenants import Principal
+from mural_resolvers.tenants import Principal, may_use_source
 from mural_resolvers.turns import Rate
 from mural_resolvers.uploads.intake import FileSink, Intake, Quarantine
 from mural_resolvers.uploads.record import UPLOAD_FILE, UploadRecord
+from mural_resolvers.uploads.resolver import UPLOADS
 from mural_resolvers.uploads.settings import UploadSettings
 
 __all__ = ["BodyReader", "Judge", "Upload", "UploadObserver", "Uploads"]
@@ -141,6 +142,8 @@ class Uploads:
         behind then.
         """
         self._check_own(principal, name)
+        if not may_use_source(principal, UPLOADS):
+            raise Forbidden("This key may not use uploads, so there is nothing to upload for.")
         _check_exact(name)
         try:
             with self._admitted(name.tenant):

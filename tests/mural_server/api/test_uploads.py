@@ -40,14 +40,17 @@ WEEK_S = 7 * 86_400
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
-    """A key each for acme, globex and small, which may keep one adapter of 1,000 bytes."""
-    minted = {tenant: mint_key() for tenant in ("acme", "globex", "small")}
+    """A key each for acme, globex, small, which may keep one adapter of 1,000 bytes, and hubbed,
+    which may use the source ``hub`` alone.
+    """
+    minted = {tenant: mint_key() for tenant in ("acme", "globex", "small", "hubbed")}
     tenants = [
         {"id": tenant, "keys": [{"id": key.key_id, "sha256": key.sha256}]}
         for tenant, key in minted.items()
     ]
     tenants[0]["grants"] = ["globex/sql"]
     tenants[2]["limits"] = {"adapters": 1, "bytes": 1000}
+    tenants[3]["sources"] = ["hub"]
     file = tmp_path / "tenants.yaml"
     file.write_bytes(msgspec.json.encode({"tenants": tenants}))
     return {tenant: key.key for tenant, key in minted.items()} | {
@@ -365,6 +368,12 @@ async def test_a_foreign_namespace_is_one_403_and_nothing_is_read(
     assert len(bodies) == 1
     assert (await uploader.complete("globex/sql:v1")).status_code == 200
     assert not (places["store"] / "nobody").exists()
+
+
+async def test_a_tenant_that_may_not_use_uploads_may_not_upload(uploader, adapter, places) -> None:
+    answer = await uploader.form("hubbed:v1", adapter, tenant="hubbed")
+    assert answer.status_code == 403
+    assert not os.listdir(places["store"])
 
 
 async def test_without_a_key_nothing_is_taken(uploader, adapter) -> None:
