@@ -1,9 +1,9 @@
 """What it costs to find an adapter: cold from S3, a hundred at once, warm, and in a large cache.
 
-The S3 server runs in a process of its own on this machine: versitygw where ``--server`` names its
-binary, else moto's. A cold resolve is a look-up, a download into the disk cache, the hash, the
-check and the publication with fsync; beside it, in turns, the same files with boto3's
-``download_file``, which checks and keeps nothing.
+As in a server, the event loop is uvloop's. The S3 server runs in a process of its own on this
+machine: versitygw where ``--server`` names its binary, else moto's. A cold resolve is a look-up, a
+download into the disk cache, the hash, the check and the publication with fsync; beside it, in
+turns, the same files with boto3's ``download_file``, which checks and keeps nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
+import uvloop
 from botocore.config import Config
 
 from mural_resolvers.base_spec import BaseSpec, ModuleSpec
@@ -74,9 +75,9 @@ def main() -> int:
         endpoint = held.enter_context(s3_server(work, args.server))
         names = publish(endpoint, work / "made", args.rounds * 2 + 1, int(args.megabytes * MB))
         many = publish(endpoint, work / "made", args.names, 200_000, "small")
-        asyncio.run(cold(endpoint, work, names))
-        asyncio.run(at_once(endpoint, work, many))
-        asyncio.run(warm(endpoint, work, many[0]))
+        uvloop.run(cold(endpoint, work, names))
+        uvloop.run(at_once(endpoint, work, many))
+        uvloop.run(warm(endpoint, work, many[0]))
         large_cache(work, args.cached)
     return 0
 
