@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mural_resolvers.digest import max_file_bytes
-from mural_resolvers.disk_cache import CachedVersion, CacheUsage, DiskCache, Staging
+from mural_resolvers.disk_cache import CachedVersion, CacheUsage, DiskCache, Lease, Staging
 from mural_resolvers.download import Downloader
 from mural_resolvers.errors import (
     Conflict,
@@ -141,6 +141,7 @@ class AdapterFetcher:
         self._pending: Counter[str] = Counter()
         self._under_way: dict[str, Fetch] = {}
         self._threads = ThreadPoolExecutor(_CACHE_THREADS, thread_name_prefix="adapter-cache")
+        self._closed = False
         self.counts = FetchCounts()
 
     @property
@@ -181,7 +182,7 @@ class AdapterFetcher:
         outcome = await self._outcome(order)
         if isinstance(outcome, MuralError):
             raise outcome.with_traceback(None)
-        found = await self._in_thread(self._link, order, outcome)
+        found = await self._in_thread(self._noted, order, outcome)
         if found is None:
             # It was evicted before this name, which had waited along, could be noted.
             raise Unavailable("The cache of adapters is too small for what is asked of it.")
@@ -208,25 +209,29 @@ class AdapterFetcher:
     @asynccontextmanager
     async def lease(self, digest: str) -> AsyncIterator[Path]:
         """Hold a cached version's folder in place; raises ``NotCached`` where it has gone."""
-        lease = await self._in_thread(self._cache.lease, digest)
+        lease = await self._acquire(lambda: self._cache.lease(digest), Lease.release)
         try:
             yield lease.path
         finally:
-            await asyncio.shield(self._in_thread(lease.release))
+            await self._give_back(lease.release)
 
     async def repair(self, digest: str) -> bool:
         """Hash a version again; drop what has rotted. Whether it was whole."""
         return await self._in_thread(self._cache.verify, digest)
 
     async def close(self) -> None:
-        """Break off what is under way; its partial files go."""
+        """Break off what is under way; its partial files go. Idempotent."""
+        if self._closed:
+            return
         flights = [flight.task for flight in self._flights.values()]
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
         await self._downloader.close()
-        await self._in_thread(self._cache.close)
-        self._threads.shutdown(wait=False)
+        self._closed = True
+        # Calls that nobody waits for any more come before: what they lease is taken back, too.
+        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self._cache.close)
 
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when an idle fetcher still holds flights or turns."""
@@ -252,6 +257,10 @@ class AdapterFetcher:
             )
         manifest = None if digest is None else self._cache.content(digest)
         return None if manifest is None else self._link(order, manifest)
+
+    def _noted(self, order: _Order, manifest: Manifest) -> ResolvedAdapter | None:
+        """The content under this order's name, which its flight noted if it was its own."""
+        return self._known(order) or self._link(order, manifest)
 
     def _link(self, order: _Order, manifest: Manifest) -> ResolvedAdapter | None:
         found = self._cache.link(
@@ -331,13 +340,14 @@ class AdapterFetcher:
 
     @asynccontextmanager
     async def _staged(self, order: _Order) -> AsyncIterator[Staging]:
-        staging = await self._in_thread(
-            self._cache.stage, order.description.num_bytes, order.tenant
+        num_bytes = order.description.num_bytes
+        staging = await self._acquire(
+            lambda: self._cache.stage(num_bytes, order.tenant), Staging.discard
         )
         try:
             yield staging
         finally:
-            await asyncio.shield(self._in_thread(staging.discard))
+            await self._give_back(staging.discard)
 
     async def _fill(self, order: _Order, staging: Staging, fetch: Fetch) -> Manifest:
         def advance(num_bytes: int) -> None:
@@ -362,7 +372,33 @@ class AdapterFetcher:
     def _unavailable(self, message: str) -> Unavailable:
         return Unavailable(message, retry_after_s=self._settings.retry_after_s)
 
+    async def _acquire(self, acquire: Callable[[], T], give_back: Callable[[T], None]) -> T:
+        """Get in a thread what has to be given back, which it is where we are cancelled meanwhile.
+
+        Leaves only once the thread has ended, so that closing finds nothing still to come.
+        """
+        getting = asyncio.ensure_future(self._in_thread(acquire))
+        cancelled: asyncio.CancelledError | None = None
+        while not getting.done():
+            try:
+                await asyncio.wait({getting})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is None:
+            return getting.result()
+        if getting.exception() is None:
+            held = getting.result()
+            await self._give_back(lambda: give_back(held))
+        raise cancelled
+
+    async def _give_back(self, give_back: Callable[[], None]) -> None:
+        """Unless the cache was closed, which took back all that it had handed out."""
+        if not self._closed:
+            await asyncio.shield(self._in_thread(give_back))
+
     async def _in_thread(self, call: Callable[..., T], *args: object) -> T:
+        if self._closed:
+            raise Unavailable("The server is shutting down.")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: call(*args))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mural_resolvers.base_spec import BaseSpec
-from mural_resolvers.disk_cache import CacheSettings, DiskCache
+from mural_resolvers.disk_cache import CacheSettings, DiskCache, Staging
 from mural_resolvers.download import Downloader, DownloadSettings
 from mural_resolvers.errors import (
     AdapterNotFound,
@@ -455,3 +456,38 @@ async def test_a_no_from_the_sources_that_one_key_may_use_takes_nothing_from_the
         await registry.resolve(Principal(tenant="acme", sources=frozenset({"other"})), V1)
     shelf.error = Unavailable("down")
     assert await registry.resolve(ACME, V1) == known
+
+
+async def test_closing_takes_back_what_a_thread_was_about_to_get(
+    make: Make, shelf: Shelf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, begun, go_on = DiskCache.stage, threading.Event(), threading.Event()
+
+    def slow(cache: DiskCache, num_bytes: int, tenant: str) -> Staging:
+        begun.set()
+        assert go_on.wait(30)
+        return stage(cache, num_bytes, tenant)
+
+    monkeypatch.setattr(DiskCache, "stage", slow)
+    registry = make(shelf)
+    waiting = asyncio.create_task(registry.resolve(ACME, V1))
+    await asyncio.to_thread(begun.wait, 30)
+    closing = asyncio.create_task(registry.close())
+    while not waiting.done():  # noqa: ASYNC110 # its flight has been cancelled then
+        await asyncio.sleep(0)
+    go_on.set()
+    await closing
+
+    with pytest.raises(Unavailable):
+        await waiting
+    assert not await asyncio.to_thread(os.listdir, tmp_path / "cache" / "staging")
+
+
+async def test_a_lease_may_end_after_the_end(make: Make, shelf: Shelf) -> None:
+    registry = make(shelf)
+    request = await registry.get(ACME, V1)
+    async with registry.lease(ACME, request):
+        await registry.close()
+    with pytest.raises(Unavailable):
+        async with registry.lease(ACME, request):
+            raise AssertionError("nothing is leased any more")
