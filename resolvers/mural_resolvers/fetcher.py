@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -247,6 +247,7 @@ class AdapterFetcher:
         found = self._cache.find(order.description.name)
         mine = (order.resolver.name, order.description.revision)
         if found is not None and (found.source, found.revision) == mine:
+            self._touch(found.manifest.digest)
             return _resolved(found)
         digest = order.description.digest
         if found is not None and digest not in (None, found.manifest.digest):
@@ -257,6 +258,11 @@ class AdapterFetcher:
             )
         manifest = None if digest is None else self._cache.content(digest)
         return None if manifest is None else self._link(order, manifest)
+
+    def _touch(self, digest: str) -> None:
+        """What is asked for is in use, though its files were read long ago: it goes last."""
+        with suppress(NotCached):
+            self._cache.lease(digest).release()
 
     def _noted(self, order: _Order, manifest: Manifest) -> ResolvedAdapter | None:
         """The content under this order's name, which its flight noted if it was its own."""

@@ -422,6 +422,21 @@ async def test_a_grant_of_an_alias_is_enough_to_fetch_again_what_was_evicted(
         await registry.get(guest, V1)
 
 
+async def test_what_is_asked_for_again_is_evicted_last(
+    make: Make, shelf: Shelf, tmp_path: Path, write_adapter: Callable[..., Path]
+) -> None:
+    size = sum(path.stat().st_size for path in (tmp_path / "v1").iterdir())
+    shelf.put(V1.at("v3"), write_adapter(tmp_path / "v3", fill=b"\x03"))
+    registry = make(shelf, quota_bytes=int(size * 2.5))
+    hot = await registry.resolve(ACME, V1)
+    cold = await registry.resolve(ACME, V1.at("v2"))
+    await registry.resolve(ACME, V1)
+    await registry.resolve(ACME, V1.at("v3"))
+
+    assert await asyncio.to_thread(os.path.lexists, hot.path)
+    assert not await asyncio.to_thread(os.path.lexists, cold.path)
+
+
 async def test_bits_that_rot_in_the_cache_are_found_and_fetched_again(
     make: Make, shelf: Shelf
 ) -> None:
