@@ -20,7 +20,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from mural_resolvers.digest import max_file_bytes
-from mural_resolvers.disk_cache import CachedVersion, CacheUsage, DiskCache, Lease, Staging
+from mural_resolvers.disk_cache import (
+    CachedVersion,
+    CacheUsage,
+    DiskCache,
+    Lease,
+    NotCached,
+    Staging,
+)
 from mural_resolvers.download import Downloader
 from mural_resolvers.errors import (
     Conflict,
