@@ -26,6 +26,11 @@ __all__ = ["Condition", "ObjectStat", "S3Client", "SmallObject", "UploadedPart"]
 
 logger = logging.getLogger("mural.s3")
 
+# At DEBUG botocore writes what it signs, session tokens included: not because a root logger says so.
+for _chatty in ("botocore", "aiobotocore"):
+    if logging.getLogger(_chatty).level == logging.NOTSET:
+        logging.getLogger(_chatty).setLevel(logging.INFO)
+
 _PIECE_BYTES = 256 << 10
 _PAGE = 1000
 _SMALL_BYTES = 1 << 20

@@ -135,3 +135,13 @@ def test_without_aiobotocore_it_is_said_what_to_install() -> None:
     )
     answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "pip install 'mural[s3]'" in answer.stdout, answer.stderr
+
+
+def test_a_root_logger_at_debug_does_not_make_botocore_write_what_it_signs() -> None:
+    probe = (
+        "import logging; logging.basicConfig(level='DEBUG'); import mural_resolvers.s3;"
+        "print([logging.getLogger(name).isEnabledFor(logging.DEBUG)"
+        " for name in ('botocore', 'botocore.auth', 'aiobotocore.endpoint')])"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[False, False, False]"
