@@ -26,7 +26,7 @@ __all__ = ["Condition", "ObjectStat", "S3Client", "SmallObject", "UploadedPart"]
 
 logger = logging.getLogger("mural.s3")
 
-# At DEBUG botocore writes what it signs, session tokens included: not because a root logger says so.
+# At DEBUG botocore writes what it signs, session tokens included; a root logger is not asked.
 for _chatty in ("botocore", "aiobotocore"):
     if logging.getLogger(_chatty).level == logging.NOTSET:
         logging.getLogger(_chatty).setLevel(logging.INFO)
