@@ -8,10 +8,12 @@ aliases are one record that is changed with conditional writes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mural_resolvers.digest import FileEntry
 from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import AdapterName
 from mural_resolvers.versions import AliasTarget
@@ -92,6 +94,16 @@ class AdapterStore(ABC):
         """Bring an exact version into an empty local folder, verified; ``AdapterNotFound``.
 
         The manifest's files and nothing else; none of them is left where it fails.
+        """
+
+    @abstractmethod
+    def open(
+        self, name: AdapterName, file: FileEntry
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Read one file of an exact version's manifest, in pieces of at most some megabytes.
+
+        Entering raises ``AdapterNotFound`` where the version is gone. The bytes are not hashed:
+        they are as many as ``file`` says, or an error is raised on the way.
         """
 
     @abstractmethod

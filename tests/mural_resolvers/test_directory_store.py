@@ -476,6 +476,36 @@ async def test_a_version_is_fetched_and_verified(
     assert MANIFEST_FILE not in os.listdir(target)
 
 
+async def test_one_file_is_read_in_pieces(
+    store: DirectoryStore, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory_store, "_CHUNK_BYTES", 100)
+    await publish(store, V1, adapter)
+    manifest = build_manifest(adapter)
+
+    for file in manifest.files:
+        async with store.open(V1, file) as pieces:
+            read = [piece async for piece in pieces]
+        assert b"".join(read) == (adapter / file.path).read_bytes()
+        assert max(map(len, read)) <= 100
+
+
+async def test_a_file_that_is_gone_or_another_is_not_read(
+    root: Path, store: DirectoryStore, adapter: Path
+) -> None:
+    await publish(store, V1, adapter)
+    manifest = build_manifest(adapter)
+    file = manifest.files[0]
+
+    with pytest.raises(AdapterNotFound):
+        async with store.open(V2, file):
+            pass
+    (root / "acme/default/v1" / file.path).write_bytes(b"{}")
+    with pytest.raises(ManifestMismatch):
+        async with store.open(V1, file):
+            pass
+
+
 async def test_rotten_content_is_not_fetched(
     root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
 ) -> None:

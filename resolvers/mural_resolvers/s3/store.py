@@ -14,8 +14,8 @@ import hashlib
 import os
 import random
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from mural_resolvers.digest import BIN_WEIGHTS_FILE, WEIGHTS_FILE, FileEntry
@@ -160,6 +160,23 @@ class S3Store(AdapterStore):
                 raise Unavailable("The download was not done in time.") from None
             raise
         return manifest
+
+    @asynccontextmanager
+    async def open(self, name: AdapterName, file: FileEntry) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Read an object as it comes; one that breaks off is not resumed."""
+        described = await self._layout.describe(name)
+        files = () if described is None else described.files
+        found = next((entry for entry in files if entry.path == file.path), None)
+        if described is None or found is None:
+            raise _not_found(name)
+        if found.size != file.size:
+            raise ManifestMismatch(f"{quoted(file.path)} is not what the manifest states.")
+        if not file.size:
+            # There is no range of no bytes.
+            yield _nothing()
+            return
+        async with self._source.open(described, found, 0, file.size) as pieces:
+            yield pieces
 
     async def delete(self, name: AdapterName) -> bool:
         """Leave a tombstone, then remove all else in the folder, the manifest first."""
@@ -369,6 +386,12 @@ class S3Store(AdapterStore):
 
     async def _wait(self, attempt: int) -> None:
         await self._sleep(self._random() * min(_MAX_WAIT_S, _FIRST_WAIT_S * 2.0**attempt))
+
+
+async def _nothing() -> AsyncIterator[bytes]:
+    pieces: tuple[bytes, ...] = ()
+    for piece in pieces:
+        yield piece
 
 
 def _silent(num_bytes: int) -> None:

@@ -9,6 +9,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import NamedTuple
 
@@ -59,16 +60,18 @@ class Request:
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
         self._connection = _connection(settings)
+        self._socket: socket.socket | None = None
+        self._response: HTTPResponse | None = None
         self._lock = threading.Lock()
         self._given_up = False
 
     def give_up(self) -> None:
-        """Break off whatever ``send`` waits for."""
+        """Break off whatever another thread waits for."""
         with self._lock:
             self._given_up = True
-            if self._connection.sock is not None:
+            if self._socket is not None:
                 try:
-                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+                    self._socket.shutdown(socket.SHUT_RDWR)
                 except OSError:
                     # It is closed already: nothing waits for it.
                     return
@@ -76,20 +79,53 @@ class Request:
     def send(self, method: str, path: str, body: Body | None = None) -> Answer:
         """Send it; raise the error that the server's answer stands for, or ``Unavailable``."""
         try:
+            with self._asking():
+                self._connect()
+                self._put(method, path, body)
+                return _answer(self._connection.getresponse())
+        finally:
+            self.close()
+
+    def open(self, path: str) -> None:
+        """Ask for what may be large, to be taken with ``read``; raises as ``send``."""
+        with self._asking():
             self._connect()
-            self._put(method, path, body)
-            return _answer(self._connection.getresponse())
+            self._put("GET", path, None)
+            response = self._connection.getresponse()
+            if not 200 <= response.status < 300:
+                raise _refusal(response, response.read(_MAX_ANSWER_BYTES))
+            if self._socket is not None:
+                self._socket.settimeout(self._settings.send_timeout_s)
+            self._response = response
+
+    def read(self, max_bytes: int) -> bytes:
+        """The next bytes of what was asked for; none at its end, and where it breaks off."""
+        assert self._response is not None
+        with self._asking():
+            return self._response.read(max_bytes)
+
+    def close(self) -> None:
+        """Close the connection. Idempotent; not while another thread uses it."""
+        if self._response is not None:
+            self._response.close()
+        self._connection.close()
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Turn what the network does into a server that is away."""
+        try:
+            yield
         except ssl.SSLError as error:
             raise Unavailable(f"No TLS with {self._settings.location}: {error.reason}.") from error
         except (OSError, HTTPException) as error:
             reason = getattr(error, "strerror", None) or type(error).__name__
             raise Unavailable(f"{self._settings.location} does not answer: {reason}.") from error
-        finally:
-            self._connection.close()
 
     def _connect(self) -> None:
         self._connection.connect()
         with self._lock:
+            # The connection forgets it once the answer has begun.
+            self._socket = self._connection.sock
             if self._given_up:
                 raise Unavailable("The request was given up.")
 

@@ -20,8 +20,8 @@ class ServerSettings:
 
     ``api_key`` goes over TLS, or to this machine, unless ``plain_http`` allows otherwise.
     ``ca_bundle`` is a PEM file that replaces the machine's roots. Seconds: ``connect_timeout_s``;
-    ``send_timeout_s`` for each piece of a body, ``answer_timeout_s`` for the answer, before which
-    the server judges what was sent.
+    ``send_timeout_s`` for each piece of a body, either way; ``answer_timeout_s`` for the answer,
+    before which the server judges what was sent.
     """
 
     host: str

@@ -1,30 +1,35 @@
 """``ServerStore``: publish through a Mural server, which judges what it is given.
 
-The server keeps adapters for itself: it lists and deletes them and gives none out, and it knows of
-aliases only what the store behind it says.
+It is the store behind the server, as far as the key reaches: the key's own namespace, or all of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, TypeVar
+from typing import Annotated, BinaryIO, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from mural_resolvers.digest import FileEntry
+from mural_resolvers.digest import FileEntry, max_file_bytes
 from mural_resolvers.errors import (
     AdapterNotFound,
     InvalidInput,
     ManifestMismatch,
     MuralError,
+    TooLarge,
     Unavailable,
+    UnusableAdapter,
 )
+from mural_resolvers.limits import DEFAULT_LIMITS
 from mural_resolvers.manifest import Manifest
-from mural_resolvers.names import AdapterName, parse_name
+from mural_resolvers.names import LATEST, AdapterName, parse_name
 from mural_resolvers.server_store.connection import Answer, Body, Request
 from mural_resolvers.server_store.settings import ServerSettings
 from mural_resolvers.store import AdapterStore, Aliases, Progress, StoredVersion
@@ -51,6 +56,21 @@ class _Upload(msgspec.Struct):
 
 class _Listing(msgspec.Struct):
     data: list[_Upload]
+
+
+class _Target(msgspec.Struct):
+    version: str
+    weight: float
+
+
+class _AliasRecord(msgspec.Struct):
+    aliases: dict[str, list[_Target]]
+
+    def targets(self) -> Aliases:
+        return {
+            alias: tuple(AliasTarget(target.version, target.weight) for target in held)
+            for alias, held in self.aliases.items()
+        }
 
 
 class ServerStore(AdapterStore):
@@ -87,18 +107,66 @@ class ServerStore(AdapterStore):
         return answer.status == 201
 
     async def manifest(self, name: AdapterName) -> Manifest | None:
-        """Not to be had from a server."""
-        self._keeps_to_itself()
+        """What the server says of an exact version."""
+        if name.version == LATEST:
+            # Never a version's own name, and a server takes no other.
+            return None
+        try:
+            answer = await self._send("GET", f"{_path(name)}/manifest")
+        except AdapterNotFound:
+            return None
+        try:
+            return Manifest.from_json(answer.body)
+        except UnusableAdapter:
+            raise _unreadable() from None
 
     async def read_record(self, name: AdapterName, record: str) -> bytes | None:
-        """Not to be had from a server."""
-        self._keeps_to_itself()
+        """Not to be had from a server: its records are its own."""
+        raise InvalidInput("A server keeps no records for others.")
 
     async def fetch(
         self, name: AdapterName, folder: Path, progress: Progress | None = None
     ) -> Manifest:
-        """Not to be had from a server."""
-        self._keeps_to_itself()
+        """Download the files one after the other, and hold each to the manifest."""
+        if not await asyncio.to_thread(_is_empty_folder, folder):
+            raise InvalidInput("An adapter is fetched into an empty folder.")
+        manifest = await self.manifest(name)
+        if manifest is None:
+            raise AdapterNotFound(f"The adapter {name} does not exist.")
+        try:
+            for file in manifest.files:
+                await self._fetch_file(name, file, folder / file.path, progress)
+        except BaseException:
+            for file in manifest.files:
+                (folder / file.path).unlink(missing_ok=True)
+            raise
+        return manifest
+
+    @asynccontextmanager
+    async def open(self, name: AdapterName, file: FileEntry) -> AsyncIterator[AsyncIterator[bytes]]:
+        """Read a file as the server sends it."""
+        request = Request(self._settings)
+        try:
+            path = f"{_path(name)}/files/{quote(file.path, safe='')}"
+            await _in_thread(request, partial(request.open, path))
+            yield _received(request, file)
+        finally:
+            request.close()
+
+    async def _fetch_file(
+        self, name: AdapterName, file: FileEntry, target: Path, progress: Progress | None
+    ) -> None:
+        if file.size > max_file_bytes(file.path, DEFAULT_LIMITS):
+            raise TooLarge(f"{file.path} has {file.size} bytes, which is above the limit.")
+        sha256 = hashlib.sha256()
+        with target.open("xb") as writer:
+            async with self.open(name, file) as pieces:
+                async for piece in pieces:
+                    await asyncio.to_thread(_keep, writer, sha256.update, piece)
+                    if progress is not None:
+                        progress(len(piece))
+        if sha256.hexdigest() != file.sha256:
+            raise ManifestMismatch(f"{file.path} is not what the manifest states.")
 
     async def delete(self, name: AdapterName) -> bool:
         """Ask for a version's removal, for good."""
@@ -117,20 +185,22 @@ class ServerStore(AdapterStore):
         return tuple(sorted(await self._listing(f"?tenant={quote(tenant, safe='')}")))
 
     async def aliases(self, tenant: str, adapter: str) -> Aliases:
-        """None: they are the business of the store behind the server."""
-        return {}
+        """What holds in the store behind the server."""
+        answer = await self._send("GET", _aliases_path(tenant, adapter))
+        return _decoded(answer.body, _AliasRecord).targets()
 
     async def set_alias(
         self, tenant: str, adapter: str, alias: str, targets: Sequence[AliasTarget]
     ) -> Aliases:
-        """Not to be had from a server."""
-        self._keeps_to_itself()
-
-    def _keeps_to_itself(self) -> NoReturn:
-        raise InvalidInput(
-            f"{self.location} takes, lists and deletes adapters, and no more: for this name the "
-            "store behind it (s3://… or a folder)."
-        )
+        """Have the server point an alias, or remove it."""
+        path = f"{_aliases_path(tenant, adapter)}/{quote(alias, safe='')}"
+        if targets:
+            data = msgspec.json.encode({"versions": targets})
+            body = Body("application/json", len(data), iter([data]))
+            answer = await self._send("PUT", path, body)
+        else:
+            answer = await self._send("DELETE", path)
+        return _decoded(answer.body, _AliasRecord).targets()
 
     async def _listing(self, query: str) -> tuple[StoredVersion, ...]:
         answer = await self._send("GET", _PATH + query)
@@ -138,19 +208,47 @@ class ServerStore(AdapterStore):
 
     async def _send(
         self,
-        method: Literal["GET", "POST", "DELETE"],
+        method: Literal["GET", "POST", "PUT", "DELETE"],
         path: str,
         body: Body | None = None,
     ) -> Answer:
-        """Send in a thread; a caller that is cancelled breaks it off."""
         request = Request(self._settings)
-        sending = asyncio.create_task(asyncio.to_thread(request.send, method, path, body))
-        try:
-            return await asyncio.shield(sending)
-        except asyncio.CancelledError:
-            request.give_up()
-            await asyncio.gather(sending, return_exceptions=True)
-            raise
+        return await _in_thread(request, partial(request.send, method, path, body))
+
+
+async def _in_thread(request: Request, work: Callable[[], T]) -> T:
+    """Wait for the server in a thread; a caller that is cancelled breaks it off."""
+    working = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        request.give_up()
+        await asyncio.gather(working, return_exceptions=True)
+        raise
+
+
+async def _received(request: Request, file: FileEntry) -> AsyncIterator[bytes]:
+    """As many bytes as the file has; ``Unavailable`` where there are fewer."""
+    left = file.size
+    while left:
+        piece = await _in_thread(request, partial(request.read, min(_PIECE_BYTES, left)))
+        if not piece:
+            raise Unavailable(f"The server broke off in the midst of {file.path}.")
+        left -= len(piece)
+        yield piece
+
+
+def _keep(writer: BinaryIO, update: Callable[[bytes], None], piece: bytes) -> None:
+    update(piece)
+    writer.write(piece)
+
+
+def _is_empty_folder(folder: Path) -> bool:
+    return folder.is_dir() and not any(folder.iterdir())
+
+
+def _aliases_path(tenant: str, adapter: str) -> str:
+    return f"{_PATH}/{quote(tenant, safe='')}/{quote(adapter, safe='')}/aliases"
 
 
 def _path(name: AdapterName) -> str:
@@ -212,4 +310,8 @@ def _decoded(data: bytes, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError, MuralError):
-        raise Unavailable("The server's answer cannot be read: is it a Mural server?") from None
+        raise _unreadable() from None
+
+
+def _unreadable() -> Unavailable:
+    return Unavailable("The server's answer cannot be read: is it a Mural server?")

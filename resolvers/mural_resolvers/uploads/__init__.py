@@ -4,7 +4,14 @@ from mural_resolvers.uploads.archive import ArchiveReader
 from mural_resolvers.uploads.intake import UPLOADED_FILES, FileSink, Intake, Quarantine
 from mural_resolvers.uploads.record import UPLOAD_FILE, UploadRecord
 from mural_resolvers.uploads.resolver import UploadsResolver
-from mural_resolvers.uploads.service import BodyReader, Judge, Upload, UploadObserver, Uploads
+from mural_resolvers.uploads.service import (
+    BodyReader,
+    Judge,
+    OpenedFile,
+    Upload,
+    UploadObserver,
+    Uploads,
+)
 from mural_resolvers.uploads.settings import UploadSettings
 
 __all__ = [
@@ -15,6 +22,7 @@ __all__ = [
     "FileSink",
     "Intake",
     "Judge",
+    "OpenedFile",
     "Quarantine",
     "Upload",
     "UploadObserver",

@@ -17,8 +17,9 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from mural_resolvers.digest import FileEntry
 from mural_resolvers.errors import (
     AdapterNotFound,
     Conflict,
@@ -29,18 +30,20 @@ from mural_resolvers.errors import (
     TooLarge,
     Unavailable,
     UnusableAdapter,
+    quoted,
 )
 from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import LATEST, AdapterName
-from mural_resolvers.store import AdapterStore, StoredVersion
+from mural_resolvers.store import AdapterStore, Aliases, StoredVersion
 from mural_resolvers.tenants import Principal, may_use_source
 from mural_resolvers.turns import Rate
 from mural_resolvers.uploads.intake import FileSink, Intake, Quarantine
 from mural_resolvers.uploads.record import UPLOAD_FILE, UploadRecord
 from mural_resolvers.uploads.resolver import UPLOADS
 from mural_resolvers.uploads.settings import UploadSettings
+from mural_resolvers.versions import AliasTarget
 
-__all__ = ["BodyReader", "Judge", "Upload", "UploadObserver", "Uploads"]
+__all__ = ["BodyReader", "Judge", "OpenedFile", "Upload", "UploadObserver", "Uploads"]
 
 logger = logging.getLogger("mural.uploads")
 
@@ -86,6 +89,13 @@ class Upload:
     record: UploadRecord | None
 
 
+class OpenedFile(NamedTuple):
+    """A file of an upload, and its bytes as they are read."""
+
+    file: FileEntry
+    pieces: AsyncIterator[bytes]
+
+
 class Uploads:
     """Takes, tells of, removes and reaps uploads. For one event loop.
 
@@ -111,6 +121,7 @@ class Uploads:
         self._now = now
         self._rate = Rate(settings.per_minute / 60, settings.burst, clock)
         self._open: Counter[str] = Counter()
+        self._reads: Counter[str] = Counter()
         self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
         self._known: OrderedDict[AdapterName, Upload] = OrderedDict()
         self._look_ups = asyncio.Semaphore(_LOOK_UPS)
@@ -123,6 +134,15 @@ class Uploads:
     def settings(self) -> UploadSettings:
         """Its bounds."""
         return self._settings
+
+    @staticmethod
+    def check_own(principal: Principal, name: AdapterName) -> None:
+        """Raise ``Forbidden`` outside the principal's own namespace.
+
+        Grants let a tenant use another's adapters, never change nor copy them.
+        """
+        if not principal.is_admin and principal.tenant != name.tenant:
+            raise Forbidden("This key may not upload to that namespace, nor change what is there.")
 
     # -- taking -----------------------------------------------------------------------------------
 
@@ -141,7 +161,7 @@ class Uploads:
         ``Conflict`` for a name that is taken; and whatever ``body`` raises. Nothing is left
         behind then.
         """
-        self._check_own(principal, name)
+        self.check_own(principal, name)
         if not may_use_source(principal, UPLOADS):
             raise Forbidden("This key may not use uploads, so there is nothing to upload for.")
         _check_exact(name)
@@ -258,12 +278,80 @@ class Uploads:
 
     async def find(self, principal: Principal, name: AdapterName) -> Upload:
         """An upload; ``Forbidden`` outside the namespace, ``AdapterNotFound`` inside it."""
-        self._check_own(principal, name)
+        self.check_own(principal, name)
         _check_exact(name)
         upload = await self._find(name)
         if upload is None:
             raise _not_found(name)
         return upload
+
+    async def manifest(self, principal: Principal, name: AdapterName) -> Manifest:
+        """What an upload consists of; raises as ``find``."""
+        await self.find(principal, name)
+        manifest = await self._store.manifest(name)
+        if manifest is None:
+            raise _not_found(name)
+        return manifest
+
+    @asynccontextmanager
+    async def open_file(
+        self, principal: Principal, name: AdapterName, path: str
+    ) -> AsyncIterator[OpenedFile]:
+        """Read one of the files that an upload's manifest lists.
+
+        Raises as ``find``, also where it lists none of that path; ``RateLimited`` and
+        ``Unavailable`` above the bounds on downloads.
+        """
+        self.check_own(principal, name)
+        _check_exact(name)
+        with self._reading(name.tenant):
+            manifest = await self.manifest(principal, name)
+            file = next((file for file in manifest.files if file.path == path), None)
+            if file is None:
+                raise AdapterNotFound(f"{name} has no file {quoted(path)}.")
+            async with self._store.open(name, file) as pieces:
+                yield OpenedFile(file, pieces)
+
+    @contextmanager
+    def _reading(self, tenant: str) -> Iterator[None]:
+        settings = self._settings
+        if self._reads[tenant] >= settings.max_reads_per_tenant:
+            raise RateLimited(
+                f"{settings.max_reads_per_tenant} downloads of this tenant are under way."
+            )
+        if self._reads.total() >= settings.max_reads:
+            raise Unavailable("Too many downloads are under way on this server.", retry_after_s=5.0)
+        self._reads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._reads[tenant] -= 1
+            if not self._reads[tenant]:
+                del self._reads[tenant]
+
+    # -- aliases ----------------------------------------------------------------------------------
+
+    async def aliases(self, principal: Principal, adapter: AdapterName) -> Aliases:
+        """The aliases of an adapter, whatever the version of ``adapter``; ``Forbidden``."""
+        self.check_own(principal, adapter)
+        return await self._store.aliases(adapter.tenant, adapter.adapter)
+
+    async def set_alias(
+        self, principal: Principal, alias: AdapterName, targets: Sequence[AliasTarget]
+    ) -> Aliases:
+        """Point an alias at versions, or remove it where there are none; gives what holds then.
+
+        Raises as the store does, ``Forbidden`` outside the namespace, and ``AdapterNotFound``
+        also for a version that has expired.
+        """
+        self.check_own(principal, alias)
+        for target in targets:
+            if await self._find(alias.at(target.version)) is None:
+                raise _not_found(alias.at(target.version))
+        aliases = await self._store.set_alias(alias.tenant, alias.adapter, alias.version, targets)
+        logger.info("alias %s is changed, key %s", alias.exact, principal.key_id)
+        self._observer.published(alias)
+        return aliases
 
     async def list(self, principal: Principal, tenant: str | None = None) -> tuple[Upload, ...]:
         """The uploads of a tenant, in order of name; an admin's without one are everybody's."""
@@ -391,16 +479,11 @@ class Uploads:
     def check_integrity(self) -> None:
         """Raise ``AssertionError`` when idle uploads still hold places or locks."""
         assert not +self._open, self._open
+        assert not +self._reads, self._reads
         assert not self._locks
         assert len(self._known) <= _MAX_REMEMBERED
 
     # -- inside -----------------------------------------------------------------------------------
-
-    @staticmethod
-    def _check_own(principal: Principal, name: AdapterName) -> None:
-        """Grants let a tenant use another's adapters, never change them."""
-        if not principal.is_admin and principal.tenant != name.tenant:
-            raise Forbidden("This key may not upload to that namespace, nor change what is there.")
 
     @asynccontextmanager
     async def _locked(self, tenant: str) -> AsyncIterator[None]:

@@ -16,6 +16,9 @@ class UploadSettings:
     otherwise. ``max_concurrent`` in all (then 503) and per tenant (then 429), and a tenant's
     ``per_minute`` after ``burst`` at once.
 
+    ``max_reads`` downloads at once in all (then 503), ``max_reads_per_tenant`` of a tenant's (then
+    429), each of at most ``deadline_s``.
+
     A client may take ``deadline_s`` for its body, and keep us waiting ``grace_s`` and what its
     bytes take at ``min_bytes_per_s``. ``finish_timeout_s``: judging and publishing what came.
     """
@@ -26,6 +29,8 @@ class UploadSettings:
     max_tenant_bytes: int = 20 << 30
     max_concurrent: int = 8
     max_concurrent_per_tenant: int = 2
+    max_reads: int = 16
+    max_reads_per_tenant: int = 4
     per_minute: float = 20.0
     burst: int = 20
     deadline_s: float = 900.0

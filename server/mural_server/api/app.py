@@ -5,12 +5,20 @@ from __future__ import annotations
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, JsonValue
 
+from mural_server.api.adapter_content import (
+    delete_alias,
+    list_aliases,
+    put_alias,
+    retrieve_file,
+    retrieve_manifest,
+)
 from mural_server.api.chat import create_chat_completion
 from mural_server.api.completions import create_completion
 from mural_server.api.errors import install_error_handlers
 from mural_server.api.listing import list_models, retrieve_model
 from mural_server.api.lora_admin import load_lora_adapter, pin_lora_adapter, unload_lora_adapter
 from mural_server.api.requests import (
+    AliasRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -38,6 +46,9 @@ def create_app(state: AppState) -> FastAPI:
     install_error_handlers(app, state.metrics.error)
     _add_generating_routes(app, state)
     _add_lora_routes(app, state)
+    # In this order: what lies below a name is looked for before the name itself.
+    _add_alias_routes(app, state)
+    _add_content_routes(app, state)
     _add_upload_routes(app, state)
     _add_status_routes(app, state)
     return app
@@ -92,6 +103,33 @@ def _add_lora_routes(app: FastAPI, state: AppState) -> None:
     @app.post("/v1/unpin_lora_adapter", openapi_extra=_body_of(NamedLoRARequest))
     async def unpin(request: Request) -> Response:
         return await pin_lora_adapter(state, request, pinned=False)
+
+
+def _add_alias_routes(app: FastAPI, state: AppState) -> None:
+    # Both parts of the name are spelt out: no name of a version has three.
+    path = "/v1/adapters/{tenant}/{adapter}/aliases"
+
+    @app.get(path)
+    async def aliases(request: Request, tenant: str, adapter: str) -> Response:
+        return await list_aliases(state, request, tenant, adapter)
+
+    @app.put(f"{path}/{{alias}}", openapi_extra=_body_of(AliasRequest))
+    async def set_alias(request: Request, tenant: str, adapter: str, alias: str) -> Response:
+        return await put_alias(state, request, tenant, adapter, alias)
+
+    @app.delete(f"{path}/{{alias}}")
+    async def remove_alias(request: Request, tenant: str, adapter: str, alias: str) -> Response:
+        return await delete_alias(state, request, tenant, adapter, alias)
+
+
+def _add_content_routes(app: FastAPI, state: AppState) -> None:
+    @app.get("/v1/adapters/{name:path}/manifest")
+    async def manifest(request: Request, name: str) -> Response:
+        return await retrieve_manifest(state, request, name)
+
+    @app.get("/v1/adapters/{name:path}/files/{file}")
+    async def adapter_file(request: Request, name: str, file: str) -> Response:
+        return await retrieve_file(state, request, name, file)
 
 
 def _add_upload_routes(app: FastAPI, state: AppState) -> None:

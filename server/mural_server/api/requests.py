@@ -15,6 +15,7 @@ from mural_server.sampling_params import MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 __all__ = [
     "MAX_PROMPTS",
     "MAX_SEQUENCES",
+    "AliasRequest",
     "ChatCompletionRequest",
     "ChatMessage",
     "CompletionRequest",
@@ -312,3 +313,14 @@ class NamedLoRARequest(Body):
 
     lora_name: str | None = None
     lora_int_id: Inert = None
+
+
+class AliasShare(Body):
+    version: Annotated[str, StringConstraints(max_length=128)]
+    weight: float = 1.0
+
+
+class AliasRequest(Body):
+    """``PUT /v1/adapters/{tenant}/{adapter}/aliases/{alias}``."""
+
+    versions: Annotated[list[AliasShare], Field(min_length=1, max_length=64)]

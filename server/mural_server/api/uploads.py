@@ -31,9 +31,12 @@ from mural_server.api.state import AppState
 __all__ = [
     "UPLOAD_BODY",
     "delete_adapter",
+    "json_answer",
     "list_adapters",
     "retrieve_adapter",
+    "told",
     "upload_adapter",
+    "uploads_of",
 ]
 
 ARCHIVE_TYPES: Final = (
@@ -106,7 +109,7 @@ class DeletedAdapter(msgspec.Struct, frozen=True):
 
 async def upload_adapter(state: AppState, request: Request, text: str) -> Response:
     """Take an adapter in: 201, or 200 where the same content is there already."""
-    uploads, principal = _uploads(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
     name = parse_name(text)
     if not state.admission.accepting:
         raise Unavailable(state.admission.refusal, retry_after_s=5.0)
@@ -114,47 +117,48 @@ async def upload_adapter(state: AppState, request: Request, text: str) -> Respon
     def reader_for(sink: FileSink) -> BodyReader:
         return _reader(request.headers.get("content-type", ""), sink)
 
-    with _told(state, principal, "upload", name.exact) as about:
+    with told(state, principal, "upload", name.exact) as about:
         upload, created = await uploads.receive(
             principal, name, reader_for, _body(request, uploads.settings)
         )
         about.digest = upload.digest
-    return _json(AdapterCard.of(upload), 201 if created else 200)
+    return json_answer(AdapterCard.of(upload), 201 if created else 200)
 
 
 async def retrieve_adapter(state: AppState, request: Request, text: str) -> Response:
     """What is there under an exact name."""
-    uploads, principal = _uploads(state), state.auth.principal(request.headers)
-    return _json(AdapterCard.of(await uploads.find(principal, parse_name(text))))
+    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    return json_answer(AdapterCard.of(await uploads.find(principal, parse_name(text))))
 
 
 async def list_adapters(state: AppState, request: Request) -> Response:
     """The caller's uploads; an admin sees everybody's, or those of ``?tenant=``."""
-    uploads, principal = _uploads(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
     tenant = request.query_params.get("tenant")
     if tenant is not None and not is_tenant(tenant):
         raise BadParameter(f"{quoted(tenant)} is not a tenant name.", at="tenant")
     found = await uploads.list(principal, tenant)
-    return _json(AdapterCards([AdapterCard.of(upload) for upload in found]))
+    return json_answer(AdapterCards([AdapterCard.of(upload) for upload in found]))
 
 
 async def delete_adapter(state: AppState, request: Request, text: str) -> Response:
     """Remove a version for good."""
-    uploads, principal = _uploads(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
     name = parse_name(text)
-    with _told(state, principal, "delete", name.exact) as about:
+    with told(state, principal, "delete", name.exact) as about:
         about.digest = (await uploads.delete(principal, name)).digest
-    return _json(DeletedAdapter(name.short))
+    return json_answer(DeletedAdapter(name.short))
 
 
-def _uploads(state: AppState) -> Uploads:
+def uploads_of(state: AppState) -> Uploads:
+    """What takes uploads in; raise ``UploadsOff`` where nothing does."""
     if state.uploads is None:
         raise UploadsOff
     return state.uploads
 
 
 @contextmanager
-def _told(state: AppState, principal: Principal, action: str, name: str) -> Iterator[Audited]:
+def told(state: AppState, principal: Principal, action: str, name: str) -> Iterator[Audited]:
     """What an admin does goes into the audit log; what tenants do with their own does not."""
     if not principal.is_admin:
         yield Audited()
@@ -215,5 +219,6 @@ def _too_large(max_bytes: int) -> MuralError:
     return TooLarge(f"The body is larger than {max_bytes} bytes.")
 
 
-def _json(answer: msgspec.Struct, status: int = 200) -> Response:
+def json_answer(answer: msgspec.Struct, status: int = 200) -> Response:
+    """An answer in JSON."""
     return Response(msgspec.json.encode(answer), status, media_type="application/json")

@@ -298,6 +298,18 @@ class TestFetching:
         assert sum(got) == manifest.num_bytes
         assert sorted(os.listdir(target)) == [file.path for file in manifest.files]
 
+    async def test_one_file_is_read_as_it_comes(self, store: S3Store, adapter: Path) -> None:
+        manifest = build_manifest(adapter)
+        await store.publish(NAME, adapter, manifest)
+
+        for file in manifest.files:
+            async with store.open(NAME, file) as pieces:
+                read = b"".join([piece async for piece in pieces])
+            assert read == (adapter / file.path).read_bytes()
+        with pytest.raises(AdapterNotFound):
+            async with store.open(NAME.at("v999"), manifest.files[0]):
+                pass
+
     async def test_what_is_not_what_its_manifest_states_leaves_nothing(
         self, bucket: Any, store: S3Store, adapter: Path, other: Path, tmp_path: Path
     ) -> None:

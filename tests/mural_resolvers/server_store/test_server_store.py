@@ -21,7 +21,9 @@ from pathlib import Path
 import pytest
 import trustme
 
+from mural_resolvers.digest import CONFIG_FILE, FileEntry, compute_digest
 from mural_resolvers.errors import (
+    AdapterNotFound,
     Conflict,
     Forbidden,
     InvalidInput,
@@ -49,6 +51,8 @@ class StandIn:
 
     status: int = 201
     body: bytes = b"{}"
+    bodies: dict[str, bytes] = field(default_factory=dict)
+    """Other bodies, by path."""
     headers: dict[str, str] = field(default_factory=dict)
     port: int = 0
     asked: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
@@ -71,11 +75,12 @@ def listening(server: StandIn, context: ssl.SSLContext | None = None) -> Iterato
             self.send_response(server.status)
             for name, value in server.headers.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(server.body)))
+            body = server.bodies.get(self.path, server.body)
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(server.body)
+            self.wfile.write(body)
 
-        do_GET = do_POST = do_DELETE = _answer
+        do_GET = do_PUT = do_POST = do_DELETE = _answer
 
         def log_message(self, *_: object) -> None:
             pass
@@ -316,15 +321,134 @@ async def test_a_bundle_without_certificates_is_told(tmp_path: Path, bundle: str
         await open_store(f"https://127.0.0.1:1?ca_bundle={tmp_path / bundle}").delete(NAME)
 
 
-async def test_what_a_server_does_not_give_is_refused_with_a_way_out(tmp_path: Path) -> None:
+async def test_records_are_the_server_s_own() -> None:
     store = StandIn(port=1).store()
 
-    with pytest.raises(InvalidInput, match="store behind it"):
-        await store.fetch(NAME, tmp_path)
-    with pytest.raises(InvalidInput, match="store behind it"):
-        await store.manifest(NAME)
-    with pytest.raises(InvalidInput, match="store behind it"):
-        await store.set_alias("acme", "sql", "stable", [AliasTarget("v1", 1.0)])
+    with pytest.raises(InvalidInput, match="records"):
+        await store.read_record(NAME, "_upload.json")
+
+
+def serve(server: StandIn, adapter: Path, manifest: Manifest) -> None:
+    place = "/v1/adapters/acme/sql:v1"
+    server.status = 200
+    server.bodies = {f"{place}/manifest": manifest.to_json()} | {
+        f"{place}/files/{file.path}": (adapter / file.path).read_bytes() for file in manifest.files
+    }
+
+
+async def test_a_version_is_fetched_file_by_file(
+    server: StandIn, adapter: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    serve(server, adapter, manifest)
+    got: list[int] = []
+    (tmp_path / "out").mkdir()
+
+    found = await server.store(api_key="k").fetch(NAME, tmp_path / "out", got.append)
+
+    assert found == manifest
+    assert build_manifest(tmp_path / "out") == manifest
+    assert sum(got) == manifest.num_bytes
+    assert {asked[2]["Authorization"] for asked in server.asked} == {"Bearer k"}
+
+
+@pytest.mark.parametrize(("cut", "error"), [(1, Unavailable), (0, ManifestMismatch)])
+async def test_a_file_that_is_another_leaves_nothing(
+    server: StandIn,
+    adapter: Path,
+    manifest: Manifest,
+    tmp_path: Path,
+    cut: int,
+    error: type[MuralError],
+) -> None:
+    serve(server, adapter, manifest)
+    last = f"/v1/adapters/acme/sql:v1/files/{manifest.files[-1].path}"
+    data = server.bodies[last]
+    server.bodies[last] = data[:-1] if cut else data[:-1] + bytes([data[-1] ^ 1])
+    (tmp_path / "out").mkdir()
+
+    with pytest.raises(error):
+        await server.store().fetch(NAME, tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+async def test_a_file_above_its_limit_is_refused_before_it_is_asked_for(
+    server: StandIn, manifest: Manifest, tmp_path: Path
+) -> None:
+    (tmp_path / "out").mkdir()
+    large = (FileEntry(CONFIG_FILE, 1 << 40, "0" * 64),)
+    stated = Manifest(files=large, facts=manifest.facts, digest=compute_digest(large))
+    server.status, server.body = 200, stated.to_json()
+
+    with pytest.raises(TooLarge):
+        await server.store().fetch(NAME, tmp_path / "out")
+    assert len(server.asked) == 1
+
+
+async def test_a_cancelled_fetch_ends_at_once_and_leaves_nothing(
+    adapter: Path, manifest: Manifest, tmp_path: Path
+) -> None:
+    loop = asyncio.get_running_loop()
+    (tmp_path / "out").mkdir()
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    body = manifest.to_json()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        store = StandIn(port=listener.getsockname()[1]).store()
+        call = asyncio.create_task(store.fetch(NAME, tmp_path / "out"))
+        for data in (head % len(body) + body, head % manifest.files[0].size + b"{"):
+            client, _ = await loop.run_in_executor(None, listener.accept)
+            await loop.run_in_executor(None, client.recv, 65536)
+            client.sendall(data)
+            if data.endswith(body):
+                client.close()
+        # The file has begun, and does not go on.
+        while not list((tmp_path / "out").iterdir()):
+            await asyncio.to_thread(lambda: None)
+
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(call, 30)
+        client.close()
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+async def test_a_version_that_is_not_there_is_told(server: StandIn, tmp_path: Path) -> None:
+    server.status, server.body = 404, refusal("No such adapter.")
+
+    assert await server.store().manifest(NAME) is None
+    with pytest.raises(AdapterNotFound):
+        await server.store().fetch(NAME, tmp_path)
+
+
+async def test_a_manifest_that_is_none_is_told(server: StandIn) -> None:
+    server.status, server.body = 200, b"<html>"
+
+    with pytest.raises(Unavailable, match="Mural server"):
+        await server.store().manifest(NAME)
+
+
+async def test_latest_is_asked_of_the_aliases_alone(server: StandIn) -> None:
+    assert await server.store().manifest(NAME.at("latest")) is None
+    assert server.asked == []
+
+
+async def test_aliases_are_read_set_and_removed(server: StandIn) -> None:
+    held = {"stable": (AliasTarget("v1", 9.0), AliasTarget("v2", 1.0))}
+    shares = [{"version": "v1", "weight": 9.0}, {"version": "v2", "weight": 1.0}]
+    server.status = 200
+    server.body = json.dumps({"id": "acme/sql", "aliases": {"stable": shares}}).encode()
+    store = server.store()
+
+    assert await store.aliases("acme", "sql") == held
+    assert await store.set_alias("acme", "sql", "stable", held["stable"]) == held
+    await store.set_alias("acme", "sql", "old", ())
+
+    path = "/v1/adapters/acme/sql/aliases"
+    assert [asked[:2] for asked in server.asked] == [
+        ("GET", path),
+        ("PUT", f"{path}/stable"),
+        ("DELETE", f"{path}/old"),
+    ]
+    assert json.loads(server.asked[1][3]) == {"versions": shares}
 
 
 @pytest.mark.parametrize(

@@ -164,16 +164,62 @@ async def test_what_only_the_server_can_tell_is_its_refusal(
     assert (await mural("ls", "--json")).json["versions"] == []
 
 
-async def test_what_a_server_does_not_do_is_said_with_a_way_out(
-    mural: Mural, adapter: Path, tmp_path: Path
+async def test_what_was_pushed_is_pulled_by_version_alias_and_latest(
+    mural: Mural, adapter: Path, make_adapter, tmp_path: Path
+) -> None:
+    await mural("push", adapter, "acme:v1", "--alias", "stable")
+    newer = make_adapter(tmp_path / "newer", 2)
+    await mural("push", newer, "acme:v2")
+
+    for name, source in (("acme:v1", adapter), ("acme:stable", adapter), ("acme", newer)):
+        target = tmp_path / f"pulled {name}"
+        pulled = await mural("pull", name, target, "--json")
+        assert pulled.status == 0, pulled.err
+        assert build_manifest(target) == build_manifest(source)
+    missing = await mural("pull", "acme:v9", tmp_path / "none", "--json")
+    foreign = await mural("pull", "acme:v1", tmp_path / "none", "--json", key=KEYS["globex"].key)
+
+    assert (missing.status, missing.json["error"]["code"]) == (1, "model_not_found")
+    assert (foreign.status, foreign.json["error"]["code"]) == (1, "forbidden")
+    assert not (tmp_path / "none").exists()
+
+
+async def test_a_name_on_the_server_is_inspected_and_verified(
+    mural: Mural, server, adapter: Path, tmp_path: Path
 ) -> None:
     await mural("push", adapter, "acme:v1")
+    base = tmp_path / "base.json"
+    base.write_bytes(server.engine.info.base_spec.to_json())
 
-    for argv in (
-        ("pull", "acme:v1", tmp_path / "out"),
-        ("inspect", "acme:v1"),
-        ("alias", "acme", "stable", "--version", "v1"),
-    ):
-        refused = await mural(*argv)
-        assert refused.status == 1
-        assert "store behind it" in refused.err
+    inspected = await mural("inspect", "acme:v1", "--json")
+    verified = await mural("verify", "acme:v1", "--base", base, "--json")
+
+    assert (inspected.status, inspected.json["name"]) == (0, "acme:v1"), inspected.err
+    assert inspected.json["digest"] == build_manifest(adapter).digest
+    assert (verified.status, verified.json["fits"]) == (0, True), verified.err
+
+
+async def test_aliases_are_set_listed_and_removed(
+    mural: Mural, server, adapter: Path, make_adapter, tmp_path: Path
+) -> None:
+    pushed = await mural("push", adapter, "acme/sql:v1", "--alias", "stable", "--json")
+    await mural("push", make_adapter(tmp_path / "newer", 2), "acme/sql:v2")
+
+    shares = ("--version", "v1=9", "--version", "v2=1")
+    pointed = await mural("alias", "acme/sql", "canary", *shares, "--json")
+    listed = (await mural("ls", "--json")).json["versions"]
+    answer = await server.post(
+        "/v1/completions", {"model": "acme/sql:stable", "prompt": "Hi"}, KEYS["acme"].key
+    )
+    kept = await mural("rm", "acme/sql:v2", "--yes", "--json")
+    removed = await mural("alias", "acme/sql", "canary", "--remove", "--json")
+
+    assert pushed.json["aliases"] == ["acme/sql:stable"], pushed.err
+    assert pointed.json["aliases"]["canary"] == [
+        {"version": "v1", "weight": 9.0},
+        {"version": "v2", "weight": 1.0},
+    ]
+    assert [item["aliases"] for item in listed] == [["canary", "stable"], ["canary"]]
+    assert answer.json()["model"] == "acme/sql:v1"
+    assert (kept.status, kept.json["error"]["code"]) == (1, "conflict")
+    assert list(removed.json["aliases"]) == ["stable"]

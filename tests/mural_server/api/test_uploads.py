@@ -24,13 +24,14 @@ import pytest
 from moto.server import ThreadedMotoServer
 from safetensors.numpy import load_file, save_file
 
-from mural_resolvers.errors import Forbidden
+from mural_resolvers.errors import Forbidden, Unavailable
 from mural_resolvers.manifest import build_manifest
 from mural_resolvers.names import parse_name
 from mural_resolvers.open_store import open_store
 from mural_resolvers.store import TOMBSTONE_FILE, StoredVersion
 from mural_resolvers.tenants import mint_key
 from mural_resolvers.uploads import Intake, Uploads
+from mural_resolvers.versions import AliasTarget
 from mural_server.settings import ServerSettings, SettingsError
 
 ADMIN_KEY = "the-admins-own-key"
@@ -144,6 +145,13 @@ class Uploader:
 
     async def ask(self, method: str, path: str, tenant: str = "acme") -> httpx.Response:
         return await self.server.http.request(method, path, headers=self.headers(tenant))
+
+    async def point(self, place: str, tenant: str = "acme", **weights: float) -> httpx.Response:
+        """Point an alias, ``TENANT/ADAPTER/aliases/ALIAS``, at versions by weight."""
+        versions = [{"version": name, "weight": weight} for name, weight in weights.items()]
+        return await self.server.http.put(
+            f"/v1/adapters/{place}", json={"versions": versions}, headers=self.headers(tenant)
+        )
 
     async def complete(self, model: str, tenant: str = "acme") -> httpx.Response:
         body = {"model": model, "prompt": "x"}
@@ -342,6 +350,17 @@ async def test_a_server_is_a_store_to_its_clients(uploader, adapter, tmp_path: P
     assert await store.list("acme") == (StoredVersion(name, manifest.digest, manifest.num_bytes),)
     with pytest.raises(Forbidden):
         await store.publish(parse_name("globex:v1"), folder, manifest)
+    assert await store.manifest(name) == manifest
+    assert await store.manifest(name.at("v2")) is None
+    (tmp_path / "fetched").mkdir()
+    sizes: list[int] = []
+    assert await store.fetch(name, tmp_path / "fetched", sizes.append) == manifest
+    assert files_of(tmp_path / "fetched") == adapter
+    assert sum(sizes) == manifest.num_bytes
+    stable = {"stable": (AliasTarget("v1", 1.0),)}
+    assert await store.set_alias("acme", "sql", "stable", stable["stable"]) == stable
+    assert await store.aliases("acme", "sql") == stable
+    assert await store.set_alias("acme", "sql", "stable", ()) == {}
     assert await store.delete(name)
     assert not await store.delete(name)
     assert await store.list("acme") == ()
@@ -360,6 +379,19 @@ async def test_a_foreign_namespace_is_one_403_and_nothing_is_read(
     for name in ("globex/sql:v1", "globex/sql:v9", "nobody:v1"):
         for method in ("GET", "DELETE"):
             answer = await uploader.ask(method, f"/v1/adapters/{name}")
+            assert answer.status_code == 403
+            bodies.add(answer.text)
+        adapter_path = f"/v1/adapters/{name.partition(':')[0]}"
+        aliases = f"{adapter_path if '/' in name else adapter_path + '/default'}/aliases"
+        for method, path in (
+            ("GET", f"/v1/adapters/{name}/manifest"),
+            ("GET", f"/v1/adapters/{name}/files/{CONFIG}"),
+            ("GET", f"/v1/adapters/{name}/files/nothing"),
+            ("GET", aliases),
+            ("PUT", f"{aliases}/stable"),
+            ("DELETE", f"{aliases}/stable"),
+        ):
+            answer = await uploader.ask(method, path)
             assert answer.status_code == 403
             bodies.add(answer.text)
         answer = await uploader.form(name, adapter)
@@ -382,6 +414,11 @@ async def test_without_a_key_nothing_is_taken(uploader, adapter) -> None:
         ("GET", "/v1/adapters/acme:v1"),
         ("GET", "/v1/adapters"),
         ("DELETE", "/v1/adapters/acme:v1"),
+        ("GET", "/v1/adapters/acme:v1/manifest"),
+        ("GET", f"/v1/adapters/acme:v1/files/{CONFIG}"),
+        ("GET", "/v1/adapters/acme/default/aliases"),
+        ("PUT", "/v1/adapters/acme/default/aliases/stable"),
+        ("DELETE", "/v1/adapters/acme/default/aliases/stable"),
     ):
         assert (await uploader.server.http.request(method, path)).status_code == 401
 
@@ -855,6 +892,145 @@ async def test_what_others_put_into_the_store_is_listed_and_never_expires(
     assert await uploader.server.state.uploads._find(parse_name("acme:v1")) is not None
 
 
+# -- what is given out ----------------------------------------------------------------------------
+
+
+async def test_what_was_uploaded_is_given_back_byte_for_byte(
+    uploader, adapter, tmp_path: Path
+) -> None:
+    await uploader.form("acme/files:v1", adapter)
+
+    manifest = await uploader.ask("GET", "/v1/adapters/acme/files:v1/manifest")
+
+    assert manifest.content == build_manifest(tmp_path / "trained").to_json()
+    for name, data in adapter.items():
+        answer = await uploader.ask("GET", f"/v1/adapters/acme/files:v1/files/{name}")
+        assert answer.status_code == 200
+        assert answer.headers["content-length"] == str(len(data))
+        assert answer.content == data
+
+
+async def test_only_files_of_the_manifest_are_given_out(uploader, adapter) -> None:
+    await uploader.form("acme:v1", adapter)
+
+    for path in ("_upload.json", "manifest.json", "x", "%2e%2e", "..%2f_aliases.json"):
+        answer = await uploader.ask("GET", f"/v1/adapters/acme:v1/files/{path}")
+        assert answer.status_code in (400, 404), path
+    for path in ("acme:v2/manifest", f"acme:v2/files/{CONFIG}"):
+        answer = await uploader.ask("GET", f"/v1/adapters/{path}")
+        assert error_of(answer) == (404, "model_not_found")
+    assert error_of(await uploader.ask("GET", "/v1/adapters/acme/manifest"))[0] == 400
+
+
+async def test_an_expired_upload_is_not_given_out_nor_aliased(uploader, adapter) -> None:
+    uploads = uploader.server.state.uploads
+    end = (await uploader.form("acme:v1", adapter)).json()["expires_at"]
+    uploads._now = lambda: end + 1.0
+
+    for path in ("manifest", f"files/{CONFIG}"):
+        answer = await uploader.ask("GET", f"/v1/adapters/acme:v1/{path}")
+        assert error_of(answer) == (404, "model_not_found")
+    pointed = await uploader.point("acme/default/aliases/stable", v1=1)
+    assert error_of(pointed) == (404, "model_not_found")
+
+
+async def test_downloads_have_bounds_and_a_client_that_leaves_gives_its_place_back(
+    uploader, adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = uploader.server.state.uploads
+    await uploader.form("acme:v1", adapter)
+    path = f"/v1/adapters/acme:v1/files/{WEIGHTS}"
+    begun, gone = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    @asynccontextmanager
+    async def hang(name: object, file: object) -> AsyncIterator[AsyncIterator[bytes]]:
+        begun.release()
+        try:
+            await asyncio.Event().wait()
+            yield aiter(())
+        finally:
+            gone.release()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(uploads._store, "open", hang)
+        asking = [asyncio.create_task(uploader.ask("GET", path)) for _ in range(4)]
+        async with asyncio.timeout(60):
+            for _ in asking:
+                await begun.acquire()
+            refused = await uploader.ask("GET", path)
+            for task in asking:
+                task.cancel()
+            for _ in asking:
+                await gone.acquire()
+
+    assert refused.status_code == 429
+    assert not uploads._reads
+    assert (await uploader.ask("GET", path)).content == adapter[WEIGHTS]
+
+
+async def test_a_file_that_breaks_off_is_no_whole_answer(
+    uploader, adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = uploader.server.state.uploads
+    await uploader.form("acme:v1", adapter)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield adapter[CONFIG][:10]
+        raise Unavailable("The store went away.")
+
+    @asynccontextmanager
+    async def opened(name: object, file: object) -> AsyncIterator[AsyncIterator[bytes]]:
+        yield half()
+
+    monkeypatch.setattr(uploads._store, "open", opened)
+    with pytest.raises(httpx.RemoteProtocolError):
+        await uploader.ask("GET", f"/v1/adapters/acme:v1/files/{CONFIG}")
+
+
+async def test_an_alias_answers_at_once_where_it_was_asked_for_in_vain(
+    uploader, adapter, other
+) -> None:
+    for name, files in (("acme/sql:v1", adapter), ("acme/sql:v2", other)):
+        await uploader.form(name, files)
+    assert error_of(await uploader.complete("acme/sql:stable")) == (404, "model_not_found")
+
+    pointed = await uploader.point("acme/sql/aliases/stable", v1=1)
+
+    held = {"stable": [{"version": "v1", "weight": 1.0}]}
+    assert pointed.json() == {"id": "acme/sql", "object": "adapter.aliases", "aliases": held}
+    assert (await uploader.complete("acme/sql:stable")).json()["model"] == "acme/sql:v1"
+    assert (await uploader.ask("GET", "/v1/adapters/acme/sql/aliases")).json() == pointed.json()
+    removed = await uploader.ask("DELETE", "/v1/adapters/acme/sql/aliases/stable")
+    assert removed.json()["aliases"] == {}
+
+
+async def test_an_alias_that_cannot_be_is_refused(uploader, adapter) -> None:
+    await uploader.form("acme:v1", adapter)
+    place = "acme/default/aliases"
+
+    assert error_of(await uploader.point(f"{place}/v1", v1=1)) == (409, "conflict")
+    assert error_of(await uploader.point(f"{place}/s", v9=1)) == (404, "model_not_found")
+    assert (await uploader.point(f"{place}/s", v1=0)).status_code == 400
+    assert (await uploader.point(f"{place}/s")).status_code == 400
+    assert (await uploader.point(f"{place}/..s", v1=1)).status_code == 400
+
+
+async def test_an_admin_s_aliases_are_written_down(
+    uploader, adapter, caplog: pytest.LogCaptureFixture
+) -> None:
+    await uploader.form("acme:v1", adapter)
+    place = "acme/default/aliases/stable"
+    with caplog.at_level(logging.INFO, "mural.audit"):
+        await uploader.point(place, v1=1)
+        assert (await uploader.point(place, "admin", v1=1)).status_code == 200
+        await uploader.ask("DELETE", f"/v1/adapters/{place}", "admin")
+        await asyncio.to_thread(uploader.server.state.audit.close)
+
+    lines = [record.getMessage() for record in caplog.records if record.name == "mural.audit"]
+    assert len(lines) == 2
+    assert all("acme/default:stable" in line for line in lines)
+
+
 # -- the store is S3 ------------------------------------------------------------------------------
 
 
@@ -899,6 +1075,8 @@ async def test_an_upload_to_s3_answers_on_every_replica(
         assert (await replica.complete("acme:v1")).status_code == 200
         assert (await replica.ask("GET", "/v1/adapters/acme:v1")).json() == created.json()
         assert (await replica.ask("GET", "/v1/adapters")).json()["data"] == [created.json()]
+        weights = await replica.ask("GET", f"/v1/adapters/acme:v1/files/{WEIGHTS}")
+        assert weights.content == adapter[WEIGHTS]
     assert (await two.archive("acme:v1", tar_of(adapter))).status_code == 200
     assert error_of(await two.form("acme:v1", other)) == (409, "conflict")
 
