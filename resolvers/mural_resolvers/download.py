@@ -71,11 +71,16 @@ class DownloadSettings:
     threads: int = 4
 
 
-try:
-    _sync_file_range = ctypes.CDLL(None).sync_file_range
-    _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-except (AttributeError, OSError):  # not Linux
-    _sync_file_range = None
+def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
+    try:
+        found = ctypes.CDLL(None).sync_file_range
+    except (AttributeError, OSError):  # not Linux
+        return None
+    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+_sync_file_range = _find_sync_file_range()
 
 
 def _start_writeback(descriptor: int, offset: int, length: int) -> None:
