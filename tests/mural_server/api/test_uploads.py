@@ -32,6 +32,7 @@ from mural_resolvers.store import TOMBSTONE_FILE, StoredVersion
 from mural_resolvers.tenants import mint_key
 from mural_resolvers.uploads import Intake, Uploads
 from mural_resolvers.versions import AliasTarget
+from mural_server.api import adapter_content
 from mural_server.settings import ServerSettings, SettingsError
 
 ADMIN_KEY = "the-admins-own-key"
@@ -966,6 +967,36 @@ async def test_downloads_have_bounds_and_a_client_that_leaves_gives_its_place_ba
     assert refused.status_code == 429
     assert not uploads._reads
     assert (await uploader.ask("GET", path)).content == adapter[WEIGHTS]
+
+
+async def test_a_client_that_takes_nothing_is_left(
+    uploader, adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = uploader.server.state.uploads
+    await uploader.form("acme:v1", adapter)
+    gone = asyncio.Event()
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            yield bytes(1 << 20)
+
+    @asynccontextmanager
+    async def opened(name: object, file: object) -> AsyncIterator[AsyncIterator[bytes]]:
+        try:
+            yield endless()
+        finally:
+            gone.set()
+
+    monkeypatch.setattr(uploads._store, "open", opened)
+    monkeypatch.setattr(adapter_content, "WRITE_S", 0.05)
+    _, writer = await asyncio.open_connection("127.0.0.1", uploader.server.port, limit=1)
+    writer.write(
+        f"GET /v1/adapters/acme:v1/files/{WEIGHTS} HTTP/1.1\r\nhost: x\r\n"
+        f"authorization: {uploader.headers('acme')['authorization']}\r\n\r\n".encode()
+    )
+    await asyncio.wait_for(gone.wait(), 60)
+    assert not uploads._reads
+    writer.close()
 
 
 async def test_a_file_that_breaks_off_is_no_whole_answer(
