@@ -1031,6 +1031,8 @@ async def test_an_alias_answers_at_once_where_it_was_asked_for_in_vain(
     assert pointed.json() == {"id": "acme/sql", "object": "adapter.aliases", "aliases": held}
     assert (await uploader.complete("acme/sql:stable")).json()["model"] == "acme/sql:v1"
     assert (await uploader.ask("GET", "/v1/adapters/acme/sql/aliases")).json() == pointed.json()
+    await uploader.point("acme/sql/aliases/stable", v2=1)
+    assert (await uploader.complete("acme/sql:stable")).json()["model"] == "acme/sql:v2"
     removed = await uploader.ask("DELETE", "/v1/adapters/acme/sql/aliases/stable")
     assert removed.json()["aliases"] == {}
 
