@@ -77,6 +77,17 @@ def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
     return write_adapter(tmp_path / "a", config={"r": _RANK}, tensors=tensors)
 
 
+def interruptible(argv: list[Path | str]) -> subprocess.Popen[str]:
+    """A command that Ctrl-C reaches, even where this run itself was started in the background."""
+    return subprocess.Popen(
+        argv,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 @pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
 def test_an_interrupted_push_to_s3_publishes_nothing(
     program: Path, mural, adapter: Path, s3_store: str, moto_endpoint: str, stop: signal.Signals
@@ -84,7 +95,7 @@ def test_an_interrupted_push_to_s3_publishes_nothing(
     with held_connection(moto_endpoint, after_bytes=500_000) as relay:
         through_relay = s3_store.replace(moto_endpoint, relay.url)
         argv = [program, "adapters", "push", adapter, "acme:v1", "--to", through_relay]
-        push = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        push = interruptible(argv)
         assert relay.holding.wait(60)
         push.send_signal(stop)
         out, err = push.communicate(timeout=60)
@@ -99,7 +110,7 @@ def test_a_push_to_a_silent_server_ends_with_ctrl_c(program: Path, adapter: Path
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         argv = [program, "adapters", "push", adapter, "acme:v1", "--to", url]
-        push = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        push = interruptible(argv)
         client, _ = silent.accept()
         with client:
             assert client.recv(1024).startswith(b"POST /v1/adapters/acme/default:v1 HTTP/1.1")
