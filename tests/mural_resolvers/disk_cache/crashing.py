@@ -223,8 +223,10 @@ def work_once(cache: DiskCache, draw: random.Random, number: int) -> None:
                 assert (lease.path / path).read_bytes() == data
             staging.discard()
     elif kind < 0.9:
-        cache.link(name.at("again"), version.digest, source="s", revision="r", tenant=name.tenant)
-        cache.forget(name.at("again"))
+        # A name of this content alone: under a shared one the other process would be a Conflict.
+        again = name.at(f"again{number}")
+        cache.link(again, version.digest, source="s", revision="r", tenant=name.tenant)
+        cache.forget(again)
     else:
         cache.verify(version.digest)
 
