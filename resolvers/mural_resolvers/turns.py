@@ -1,4 +1,4 @@
-"""Who may begin when: bounded concurrency, in total and per tenant, and a rate per tenant."""
+"""Who may begin when: bounded concurrency, one at a time by key, and a rate per tenant."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-__all__ = ["Rate", "Turns"]
+__all__ = ["KeyedLocks", "Rate", "Turns"]
 
 _MAX_TENANTS = 16_384
 
@@ -48,6 +48,31 @@ class Turns:
         semaphore, users = self._tenants.pop(tenant)
         if users > 1:
             self._tenants[tenant] = (semaphore, users - 1)
+
+
+class KeyedLocks:
+    """A lock per key, which goes with its last user."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody holds a lock or waits for one."""
+        return not self._locks
+
+    @asynccontextmanager
+    async def hold(self, key: str) -> AsyncIterator[None]:
+        """Wait for a key's lock and hold it."""
+        lock, users = self._locks.get(key, (asyncio.Lock(), 0))
+        self._locks[key] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._locks.pop(key)
+            if users > 1:
+                self._locks[key] = (lock, users - 1)
 
 
 class Rate:

@@ -50,6 +50,7 @@ from mural_resolvers.tenants import (
     may_use,
     may_use_source,
 )
+from mural_resolvers.turns import KeyedLocks
 from mural_server.engine.client import EngineClient
 from mural_server.engine.messages import AdapterInfo, AdapterLevel, FreedBytes
 
@@ -189,7 +190,8 @@ class AdapterCatalog:
         self._rechecks: dict[tuple[str, _Asker], asyncio.Task[None]] = {}
         self._unusable = _Unusable(clock)
         self._removals: dict[int, asyncio.Task[FreedBytes]] = {}
-        self._name_locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        # One admin's change of a name at a time.
+        self._name_locks = KeyedLocks()
 
     # -- a request's look-up ----------------------------------------------------------------------
 
@@ -549,7 +551,7 @@ class AdapterCatalog:
     async def _register(
         self, name: str, folder: Path, *, within: Path, inplace: bool, shared: bool, pinned: bool
     ) -> AdapterInfo:
-        async with self._lock(name):
+        async with self._name_locks.hold(name):
             self._check_free(name, inplace=inplace)
             manifest = await asyncio.to_thread(self._read_folder, name, folder, within)
             digest = manifest.digest
@@ -615,7 +617,7 @@ class AdapterCatalog:
 
         Raises `AdapterNotFound` for a name that is not known here.
         """
-        async with self._lock(name):
+        async with self._name_locks.hold(name):
             entry = self._known(name)
             if self._admin.pop(name, None) is None:
                 self._resolved.pop(entry.name, None)
@@ -706,19 +708,6 @@ class AdapterCatalog:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _lock(self, name: str) -> AsyncIterator[None]:
-        """One admin's change of a name at a time; the lock goes with its last user."""
-        lock, users = self._name_locks.get(name, (asyncio.Lock(), 0))
-        self._name_locks[name] = (lock, users + 1)
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, users = self._name_locks.pop(name)
-            if users > 1:
-                self._name_locks[name] = (lock, users - 1)
-
     async def close(self) -> None:
         """Cancel what is under way."""
         loads = [flight.task for flight in self._loads.values()]
@@ -732,7 +721,7 @@ class AdapterCatalog:
         assert not +self._uses, self._uses
         loads = [flight.task for flight in self._loads.values()]
         assert all(not task.done() for task in (*loads, *self._removals.values()))
-        assert not self._name_locks
+        assert self._name_locks.idle
         assert len(self._resolved) <= MAX_RESOLVED_NAMES
         assert len(self._admin) <= MAX_ADMIN_NAMES
         for name, entry in (*self._admin.items(), *self._resolved.items()):

@@ -36,7 +36,7 @@ from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.store import AdapterStore, Aliases, StoredVersion
 from mural_resolvers.tenants import Principal, may_use_source
-from mural_resolvers.turns import Rate
+from mural_resolvers.turns import KeyedLocks, Rate
 from mural_resolvers.uploads.intake import FileSink, Intake, Quarantine
 from mural_resolvers.uploads.record import UPLOAD_FILE, UploadRecord
 from mural_resolvers.uploads.resolver import UPLOADS
@@ -122,7 +122,8 @@ class Uploads:
         self._rate = Rate(settings.per_minute / 60, settings.burst, clock)
         self._open: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
-        self._locks: dict[str, tuple[asyncio.Lock, int]] = {}
+        # One upload of a tenant is counted and published at a time.
+        self._locks = KeyedLocks()
         self._known: OrderedDict[AdapterName, Upload] = OrderedDict()
         self._look_ups = asyncio.Semaphore(_LOOK_UPS)
         self._judging = asyncio.Semaphore(1)
@@ -233,7 +234,7 @@ class Uploads:
         self, principal: Principal, name: AdapterName, intake: Intake
     ) -> tuple[Upload, bool]:
         manifest = await self._in_thread(intake.finish)
-        async with self._locked(name.tenant):
+        async with self._locks.hold(name.tenant):
             found = await self._store.manifest(name)
             if found is None:
                 quota = await self._quota(principal, name.tenant)
@@ -480,23 +481,10 @@ class Uploads:
         """Raise ``AssertionError`` when idle uploads still hold places or locks."""
         assert not +self._open, self._open
         assert not +self._reads, self._reads
-        assert not self._locks
+        assert self._locks.idle
         assert len(self._known) <= _MAX_REMEMBERED
 
     # -- inside -----------------------------------------------------------------------------------
-
-    @asynccontextmanager
-    async def _locked(self, tenant: str) -> AsyncIterator[None]:
-        """One upload of a tenant is counted and published at a time."""
-        lock, users = self._locks.get(tenant, (asyncio.Lock(), 0))
-        self._locks[tenant] = (lock, users + 1)
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, users = self._locks.pop(tenant)
-            if users > 1:
-                self._locks[tenant] = (lock, users - 1)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
