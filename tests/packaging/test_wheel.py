@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"mural_resolvers": ROOT / "resolvers", "mural_server": ROOT / "server"}
+PACKAGES = {
+    "mural_resolvers": ROOT / "resolvers",
+    "mural_server": ROOT / "server",
+    "mural_router": ROOT / "router",
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +64,9 @@ def test_the_wheel_runs_from_where_it_was_put(built: Path, tmp_path: Path) -> No
     ]
 
 
-@pytest.mark.parametrize("module", ["mural_resolvers.cli", "mural_server.protocol"])
+@pytest.mark.parametrize(
+    "module", ["mural_resolvers.cli", "mural_server.protocol", "mural_router.placement"]
+)
 def test_what_others_import_needs_neither_torch_nor_a_web_framework(module: str) -> None:
     """As where only ``mural[operator]`` is installed: nothing but msgspec beside the library."""
     banned = (

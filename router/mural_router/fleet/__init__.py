@@ -1,0 +1,1 @@
+"""Which replicas there are and how they are: found, followed, and aged."""

@@ -1,0 +1,32 @@
+"""Where a replica listens and what it speaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["Endpoint", "Engine"]
+
+Engine = Literal["mural", "vllm"]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One replica's addresses. ``name`` is stable over its addresses (a pod's name, say)."""
+
+    name: str
+    host: str
+    """An address or a name, without brackets."""
+    port: int
+    """Of the OpenAI API."""
+    engine: Engine = "mural"
+    control_port: int | None = None
+    """Of the control API; None for an engine that has none."""
+    tls: bool = False
+    weight: float = 1.0
+
+    @property
+    def authority(self) -> str:
+        """``host:port`` as in a URL or a Host header."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"

@@ -1,0 +1,1 @@
+"""Carries a routed request's bytes to a replica and its answer back."""
