@@ -16,8 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from mural_resolvers.errors import InvalidInput, MuralError
-from mural_resolvers.redaction import RedactingFormatter
 from mural_resolvers.sizes import parse_size
+from mural_resolvers.stderr_log import log_to_stderr
 from mural_server.settings import EngineSettings, LoRAModule, ServerSettings, SettingsError
 
 __all__ = ["ServeCommand", "engine_settings", "serve", "server_settings"]
@@ -138,9 +138,7 @@ CHATTY = (
 
 
 def _run(engine: EngineSettings, server: ServerSettings) -> int:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactingFormatter("%(levelname)s %(message)s"))
-    logging.basicConfig(level=server.log_level.upper(), handlers=[handler])
+    log_to_stderr(server.log_level)
     for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # The cores are the engine's: the tokenizer in this process must not make a team of threads.
