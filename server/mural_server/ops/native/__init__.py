@@ -1,0 +1,1 @@
+"""Operators in C++ (server/native), called through a plain C ABI."""
