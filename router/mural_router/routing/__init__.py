@@ -2,3 +2,7 @@
 
 The proxy and the endpoint picker both ask here.
 """
+
+from mural_router.routing.ask import HEADERS, RETRY_HEADER, Ask, Outcome, Routed, Routing
+
+__all__ = ["HEADERS", "RETRY_HEADER", "Ask", "Outcome", "Routed", "Routing"]

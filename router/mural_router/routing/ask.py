@@ -5,25 +5,33 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from mural_router.fleet.endpoint import Endpoint
 
-__all__ = ["Ask", "Outcome", "Routed", "Routing"]
+__all__ = ["HEADERS", "RETRY_HEADER", "Ask", "Outcome", "Routed", "Routing"]
+
+HEADERS: Final = frozenset({"x-session-id", "x-request-id", "traceparent", "tracestate"})
+"""The request headers that routing reads, lower-case."""
+
+RETRY_HEADER: Final = "x-mural-retry"
+"""An answer of a Mural server that holds ``elsewhere`` here was refused before any work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """An inference request, its body read."""
+    """An inference request, its body read; or what is asked about models and adapters."""
 
     path: str
     """Without the query."""
     authorization: tuple[str, ...]
     """Every Authorization header; other than one is refused where keys are asked for."""
-    body: bytes
+    body: bytes = b""
     headers: Mapping[str, str] = field(default_factory=dict)
-    """Lower-case names; only those that routing reads (`routing.HEADERS`)."""
+    """Lower-case names; only those that routing reads (`HEADERS`)."""
     candidates: frozenset[str] | None = None
     """``host:port`` of the endpoints that may serve it (a gateway's subset); None: all."""
+    method: str = "POST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +67,17 @@ class Routed(ABC):
     def retry(self, why: str) -> bool:
         """The attempt failed before its first byte, where asking again is safe.
 
-        True: `endpoint` and the headers are of another replica now. False: the budget, the
-        candidates or the time are used up.
+        Safe are: a connection that could not be made, one that broke before the answer's head,
+        and an answer of which `may_retry` says so; no timeout of an answer's first byte is, since
+        the replica may be at work on it. True: `endpoint` and the headers are of another replica
+        now. False: the budget, the candidates or the time are used up.
+        """
+
+    @abstractmethod
+    def may_retry(self, status: int, mark: str | None) -> bool:
+        """Whether an answer that has a status, and a `RETRY_HEADER` or none, is no last word.
+
+        A cold load that took too long is one: it would take as long elsewhere.
         """
 
     @abstractmethod
@@ -81,3 +98,19 @@ class Routing(ABC):
 
         Raises `MuralError`s as design.md lists them (400, 401, 403, 404, 413, 429, 503).
         """
+
+    @abstractmethod
+    async def forward(self, ask: Ask) -> Routed:
+        """Where a tenant's request about its own adapters (``/v1/adapters…``) goes.
+
+        Any ready Mural server, with the caller's identity; the body is not looked at, and the
+        proxy streams it. Raises as `route`.
+        """
+
+    @abstractmethod
+    async def models(self, ask: Ask) -> bytes:
+        """The JSON of ``GET /v1/models``: what the caller may use. Raises 401, 429."""
+
+    @abstractmethod
+    async def model(self, ask: Ask, name: str) -> bytes:
+        """The JSON of ``GET /v1/models/{name}``. Raises 400, 401, 403, 404, 429."""
