@@ -58,6 +58,9 @@ class Routed(ABC):
     body: bytes
     """With ``model`` rewritten to the exact version."""
     stream: bool
+    hide_usage: bool
+    """``body`` asks for the usage at the end of the stream though the client did not: the proxy
+    reads that event and does not pass it on. False for what is no stream."""
     request_headers: tuple[tuple[str, str], ...]
     """To add upstream: identity (`x-mural-*`, Authorization), request id, `traceparent`."""
     answer_headers: tuple[tuple[str, str], ...]
