@@ -1,6 +1,6 @@
 """An asynchronous client of the control API over the standard library's streams.
 
-HTTP/1.1, one connection a call, every wait bounded. TLS where an ``SSLContext`` is given.
+One connection a call, every wait bounded. TLS where an ``SSLContext`` is given.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import ssl as tls
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
+from mural_server.protocol.exchange import Exchange, ExchangeError, exchange
 from mural_server.protocol.wire import (
     AdapterStatus,
     DeclaredAnswer,
@@ -29,21 +30,31 @@ from mural_server.protocol.wire import (
 
 __all__ = ["ControlClient", "ControlError"]
 
-MAX_LINE_BYTES = 64 << 20
-MAX_BODY_BYTES = 64 << 20
-MAX_HEADERS = 100
+MAX_EVENT_BYTES = 64 << 20
+MAX_BODY_BYTES = 4 << 20
 
 T = TypeVar("T")
 
 
 class ControlError(Exception):
-    """The server refused or could not be understood; ``status`` is 0 when it did not answer."""
+    """The server refused or could not be understood; ``status`` is 0 when it did not answer.
 
-    def __init__(self, message: str, status: int = 0, retry_after_s: float | None = None) -> None:
+    ``refused``: nobody listens there.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 0,
+        retry_after_s: float | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.status = status
         self.retry_after_s = retry_after_s
+        self.refused = refused
 
 
 class _ErrorDetail(msgspec.Struct):
@@ -54,16 +65,12 @@ class _ErrorBody(msgspec.Struct):
     error: _ErrorDetail
 
 
-class _Head(msgspec.Struct):
-    status: int
-    headers: dict[str, str]
-
-
 class ControlClient:
     """Speaks with one server. Every call raises `ControlError`.
 
     ``timeout_s`` bounds each short call. ``idle_timeout_s`` bounds the silence of the state
     stream, whose heartbeats come more often. Unloading drains, so `remove` has a longer bound.
+    ``max_event_bytes`` bounds one event of the stream: a snapshot takes about 250 bytes a name.
     """
 
     def __init__(
@@ -76,6 +83,7 @@ class ControlClient:
         timeout_s: float = 10.0,
         load_timeout_s: float = 120.0,
         idle_timeout_s: float = 15.0,
+        max_event_bytes: int = MAX_EVENT_BYTES,
     ) -> None:
         self._host = host
         self._port = port
@@ -84,6 +92,7 @@ class ControlClient:
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._idle_timeout_s = idle_timeout_s
+        self._max_event_bytes = max_event_bytes
 
     async def healthy(self) -> bool:
         """Whether the server and its core live."""
@@ -133,16 +142,18 @@ class ControlClient:
         """
         query = "" if since is None else f"?since={since}"
         decoder = msgspec.json.Decoder(StateEvent)
-        async with self._request("GET", f"/mural/v1/state{query}", b"") as (head, reader):
-            if head.status != 200:
-                raise await self._refusal(head, reader)
-            async for line in _lines(reader, head, self._idle_timeout_s):
-                if line.startswith(b"data: "):
-                    try:
-                        event: StateEvent = decoder.decode(line[6:])
-                    except msgspec.MsgspecError as error:
-                        raise ControlError(f"an event that is none: {error}") from None
-                    yield event
+        async with self._request("GET", f"/mural/v1/state{query}", b"") as answer:
+            if answer.head.status != 200:
+                raise await self._refusal(answer)
+            lines = answer.lines(self._max_event_bytes, self._idle_timeout_s)
+            async with aclosing(lines):
+                async for line in lines:
+                    if line.startswith(b"data: "):
+                        try:
+                            event: StateEvent = decoder.decode(line[6:])
+                        except (msgspec.MsgspecError, RecursionError) as error:
+                            raise ControlError(f"an event that is none: {error}") from None
+                        yield event
             raise ControlError("the server ended the stream")
 
     async def states(self) -> AsyncGenerator[Snapshot, None]:
@@ -160,8 +171,8 @@ class ControlClient:
                 await events.aclose()
 
     async def _ok(self, path: str) -> bool:
-        async with self._request("GET", path, b"") as (head, _):
-            return head.status == 200
+        async with self._request("GET", path, b"") as answer:
+            return answer.head.status == 200
 
     async def _call(
         self,
@@ -174,10 +185,10 @@ class ControlClient:
         sent = b"" if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(timeout_s):
-                async with self._request(method, path, sent) as (head, reader):
-                    if head.status != 200:
-                        raise await self._refusal(head, reader)
-                    received = await _body(reader, head)
+                async with self._request(method, path, sent) as got:
+                    if got.head.status != 200:
+                        raise await self._refusal(got)
+                    received = await got.body(MAX_BODY_BYTES)
         except TimeoutError:
             raise ControlError(f"no answer within {timeout_s:g} s") from None
         try:
@@ -186,104 +197,34 @@ class ControlClient:
             raise ControlError(f"an answer that is none: {error}") from None
 
     @asynccontextmanager
-    async def _request(
-        self, method: str, path: str, body: bytes
-    ) -> AsyncIterator[tuple[_Head, asyncio.StreamReader]]:
-        writer: asyncio.StreamWriter | None = None
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                reader, writer = await asyncio.open_connection(
-                    self._host, self._port, ssl=self._ssl, limit=MAX_LINE_BYTES
-                )
-            writer.write(self._head(method, path, body) + body)
-            # A load or an unload answers only when it is done: the caller's bound is the longer.
-            async with asyncio.timeout(self._load_timeout_s):
-                await writer.drain()
-                head = await _head(reader)
-            yield head, reader
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            # TimeoutError is an OSError; ValueError: a body over the limit, a header that is none.
-            raise ControlError(f"{self._host}:{self._port}: {error or 'no answer'}") from None
-        finally:
-            if writer is not None:
-                writer.close()
-
-    def _head(self, method: str, path: str, body: bytes) -> bytes:
-        lines = [
-            f"{method} {path} HTTP/1.1",
-            f"Host: {self._host}:{self._port}",
-            "Connection: close",
-            f"Content-Length: {len(body)}",
-            "Content-Type: application/json",
-        ]
+    async def _request(self, method: str, path: str, body: bytes) -> AsyncIterator[Exchange]:
+        headers = {"Content-Type": "application/json"}
         if self._token is not None:
-            lines.append(f"Authorization: Bearer {self._token}")
-        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            async with exchange(
+                self._host,
+                self._port,
+                method,
+                path,
+                body=body,
+                headers=headers,
+                ssl=self._ssl,
+                connect_timeout_s=self._timeout_s,
+                # A load or an unload answers only when it is done: the caller's bound is longer.
+                answer_timeout_s=self._load_timeout_s,
+            ) as answer:
+                yield answer
+        except ExchangeError as error:
+            raise ControlError(error.message, refused=error.refused) from None
 
-    async def _refusal(self, head: _Head, reader: asyncio.StreamReader) -> ControlError:
+    async def _refusal(self, answer: Exchange) -> ControlError:
+        head = answer.head
         async with asyncio.timeout(self._timeout_s):
-            body = await _body(reader, head)
+            body = await answer.body(MAX_BODY_BYTES)
         try:
             message = msgspec.json.decode(body, type=_ErrorBody).error.message
         except msgspec.MsgspecError:
             message = f"status {head.status}"
         retry = head.headers.get("retry-after", "")
         return ControlError(message, head.status, float(retry) if retry.isdecimal() else None)
-
-
-async def _head(reader: asyncio.StreamReader) -> _Head:
-    _, _, status = (await reader.readuntil(b"\r\n")).partition(b" ")
-    headers: dict[str, str] = {}
-    for _ in range(MAX_HEADERS):
-        line = await reader.readuntil(b"\r\n")
-        if line == b"\r\n":
-            return _Head(int(status[:3]), headers)
-        name, _, value = line.decode("latin-1").partition(":")
-        headers[name.strip().lower()] = value.strip()
-    raise ValueError("too many headers")
-
-
-async def _pieces(reader: asyncio.StreamReader, head: _Head) -> AsyncIterator[bytes]:
-    """The body as it comes, whatever its framing."""
-    if "chunked" in head.headers.get("transfer-encoding", ""):
-        while (size := int((await reader.readuntil(b"\r\n")).split(b";")[0], 16)) > 0:
-            if size > MAX_BODY_BYTES:
-                raise ValueError("a chunk is too large")
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    elif "content-length" in head.headers:
-        size = int(head.headers["content-length"])
-        if size > MAX_BODY_BYTES:
-            raise ValueError("the body is too large")
-        yield await reader.readexactly(size)
-    else:
-        while piece := await reader.read(1 << 16):
-            yield piece
-
-
-async def _body(reader: asyncio.StreamReader, head: _Head) -> bytes:
-    pieces = []
-    size = 0
-    async for piece in _pieces(reader, head):
-        size += len(piece)
-        if size > MAX_BODY_BYTES:
-            raise ValueError("the body is too large")
-        pieces.append(piece)
-    return b"".join(pieces)
-
-
-async def _lines(
-    reader: asyncio.StreamReader, head: _Head, idle_timeout_s: float
-) -> AsyncIterator[bytes]:
-    pieces = aiter(_pieces(reader, head))
-    rest = b""
-    while True:
-        async with asyncio.timeout(idle_timeout_s):
-            piece = await anext(pieces, None)
-        if piece is None:
-            return
-        *lines, rest = (rest + piece).split(b"\n")
-        if len(rest) > MAX_LINE_BYTES:
-            raise ValueError("a line is too long")
-        for line in lines:
-            yield line.rstrip(b"\r")

@@ -25,7 +25,14 @@ async def answering(answer: Answer) -> AsyncIterator[ControlClient]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     try:
-        yield ControlClient("127.0.0.1", port, timeout_s=5, load_timeout_s=5, idle_timeout_s=0.2)
+        yield ControlClient(
+            "127.0.0.1",
+            port,
+            timeout_s=5,
+            load_timeout_s=5,
+            idle_timeout_s=0.2,
+            max_event_bytes=200_000,
+        )
     finally:
         server.close()
 
@@ -54,11 +61,9 @@ async def test_every_bad_answer_is_a_control_error(data):
             await client.drain()
 
 
-async def test_a_line_without_an_end_is_a_control_error(monkeypatch):
-    monkeypatch.setattr("mural_server.protocol.client.MAX_LINE_BYTES", 1000)
-
+async def test_a_line_without_an_end_is_a_control_error():
     async def answer(writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\na: " + b"x" * 5000)
+        writer.write(b"HTTP/1.1 200 OK\r\na: " + b"x" * 200_000)
         await writer.drain()
 
     async with answering(answer) as client:
@@ -70,6 +75,7 @@ async def test_nobody_there_is_a_control_error():
     with pytest.raises(ControlError) as caught:
         await ControlClient("127.0.0.1", 1).healthy()
     assert caught.value.status == 0
+    assert caught.value.refused
 
 
 async def test_a_silent_stream_ends():
@@ -77,6 +83,20 @@ async def test_a_silent_stream_ends():
         writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: {}")
         await writer.drain()
         await asyncio.sleep(10)
+
+    async with answering(answer) as client:
+        with pytest.raises(ControlError):
+            await anext(client.events())
+
+
+@pytest.mark.parametrize(
+    "event",
+    [b"x" * 300_000, b'{"event":"snapshot","more":' + b"[" * 50_000, b'{"event":"\xff"}', b"5"],
+)
+async def test_an_event_that_is_none_is_a_control_error(event):
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: " + event + b"\n\n")
+        await writer.drain()
 
     async with answering(answer) as client:
         with pytest.raises(ControlError):
