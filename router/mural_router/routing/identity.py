@@ -1,0 +1,94 @@
+"""Who asks, and how a replica is told: the router's own word in place of the client's.
+
+A client's key ends here. A Mural server is told the tenant and its weight in headers that it
+believes only beside the router's token; a vLLM pod gets its own key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from typing import Final, Literal
+
+from mural_resolvers.errors import Unauthorized
+from mural_resolvers.tenants import ADMIN, ANYONE, Principal, TenantsFile
+from mural_router.fleet.endpoint import Engine
+
+__all__ = ["Authenticator", "RouterAuth", "upstream_identity"]
+
+RouterAuth = Literal["keys", "open"]
+
+MAX_AUTHORIZATION_CHARS: Final = 512
+ADMIN_PRINCIPAL: Final = Principal(tenant=None, rights=frozenset({ADMIN}), key_id="api-key")
+
+
+class Authenticator:
+    """Establishes the principal of a request: keys of the tenants file, admin keys, or anyone.
+
+    Secrets are kept and compared as sha256 only, and nothing is remembered from one request to
+    the next: a key that was revoked is of no use from then on.
+    """
+
+    def __init__(
+        self,
+        mode: RouterAuth,
+        *,
+        admin_keys: Iterable[str] = (),
+        tenants: TenantsFile | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self.mode = mode
+        self.tenants = tenants
+        self._admin_hashes = tuple(hashlib.sha256(key.encode()).digest() for key in admin_keys)
+        self._clock = clock
+
+    def principal(self, authorization: tuple[str, ...]) -> Principal:
+        """Raise ``Unauthorized``, with one message whatever was wrong.
+
+        ``authorization``: every header of that name; keys are asked for in exactly one.
+        """
+        if self.mode == "open":
+            return ANYONE
+        if len(authorization) != 1 or len(authorization[0]) > MAX_AUTHORIZATION_CHARS:
+            raise Unauthorized()
+        if self._admin_hashes and self._is_admin_key(authorization[0]):
+            return ADMIN_PRINCIPAL
+        if self.tenants is None:
+            raise Unauthorized()
+        return self.tenants.ring.authenticate(authorization[0], self._clock())
+
+    def _is_admin_key(self, authorization: str) -> bool:
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            return False
+        sent = hashlib.sha256(token.strip(" ").encode("utf-8", "replace")).digest()
+        # Every key is compared, so that the time does not tell which one was close.
+        matches = [hmac.compare_digest(sent, known) for known in self._admin_hashes]
+        return any(matches)
+
+
+def upstream_identity(
+    engine: Engine,
+    principal: Principal,
+    *,
+    token: str | None,
+    digest: str | None = None,
+) -> tuple[tuple[str, str], ...]:
+    """The headers by which a replica knows on whose behalf it is asked.
+
+    ``token``: the router's own for Mural servers, the pod's key for vLLM; None: none is asked
+    for there. ``digest``: the content that the name stands for, where it is known.
+    """
+    headers: list[tuple[str, str]] = []
+    if token is not None:
+        headers.append(("authorization", f"Bearer {token}"))
+    if engine == "vllm":
+        return tuple(headers)
+    if principal.tenant is not None:
+        headers.append(("x-mural-tenant", principal.tenant))
+        headers.append(("x-mural-weight", f"{principal.weight:g}"))
+    if digest is not None:
+        headers.append(("x-mural-digest", digest))
+    return tuple(headers)

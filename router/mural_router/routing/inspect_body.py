@@ -1,0 +1,187 @@
+"""What routing needs to know of a request's body, and the body with another ``model`` in it.
+
+The body is not validated here, the replica does that: what is odd but has a model is passed on.
+Only one thing is strict: the model that was authorised is the one that the replica will read,
+whatever a body does with repeated or escaped keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Final, TypeVar
+
+import msgspec
+
+from mural_resolvers.errors import InvalidInput
+
+__all__ = ["Inspected", "inspect_body"]
+
+MAX_KEYS: Final = 1024
+MAX_COUNT: Final = 1 << 31
+MAX_COUNTED_BYTES: Final = 1 << 20
+"""Prompts in a longer list are counted by their ends, which may be too many, never too few."""
+PREFIX_BYTES: Final = 256
+"""Of the prompt's JSON: about four blocks of 16 tokens, so that a common system prompt meets."""
+
+_KEY = b'"model"'
+_MEMBER = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*")')
+# A letter of "model" that is written as an escape: then a key may be "model" without looking so.
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:6[dDfF45cC])")
+_LIST_OF_PROMPTS = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
+
+T = TypeVar("T")
+
+
+class _StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+
+
+class _Body(msgspec.Struct):
+    model: str
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    user: str | None = None
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+
+
+_body = msgspec.json.Decoder(_Body)
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_items = msgspec.json.Decoder(list[msgspec.Raw])
+_text = msgspec.json.Decoder(str)
+
+
+class Inspected(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that routing reads, and the body as it is sent on."""
+
+    model: str
+    stream: bool
+    include_usage: bool
+    """Whether the client asked for the usage at the end of a stream."""
+    sequences: int
+    """``n`` times the prompts."""
+    max_tokens: int | None
+    """Of one sequence."""
+    user: str | None
+    prefix: int | None
+    """Hash of the first bytes of the prompt; None: there is none."""
+    prompt_bytes: int
+    body: bytes
+    """As it came, or encoded anew where it could be read in two ways."""
+    _at: tuple[int, int] | None
+    """Where ``model``'s value stands in ``body``; None: in its first member."""
+
+    def with_model(self, model: str) -> bytes:
+        """The body with another model in it, otherwise the same."""
+        if model == self.model:
+            return self.body
+        value = msgspec.json.encode(model)
+        if self._at is not None:
+            start, end = self._at
+            return b"".join((self.body[:start], value, self.body[end:]))
+        return msgspec.json.encode({**_members.decode(self.body), "model": msgspec.Raw(value)})
+
+
+def inspect_body(data: bytes) -> Inspected:
+    """Read a body; raise ``InvalidInput`` when it is no JSON object or names no model."""
+    try:
+        body = _body.decode(data)
+    except msgspec.ValidationError:
+        body = _forgiving(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidInput("The body is not valid JSON.") from None
+    data, place = _unambiguous(data)
+    prompt = memoryview(body.messages) or memoryview(body.prompt)
+    return Inspected(
+        model=body.model,
+        stream=bool(body.stream),
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        sequences=_count(body.n, 1) * _prompts(body.prompt),
+        max_tokens=_max_tokens(body),
+        user=body.user or None,
+        prefix=_prefix(prompt) if prompt else None,
+        prompt_bytes=len(prompt),
+        body=data,
+        _at=place,
+    )
+
+
+def _unambiguous(data: bytes) -> tuple[bytes, tuple[int, int] | None]:
+    """The body with one member ``model``, and where its value stands if it is still ours."""
+    if data.count(_KEY) == 1 and _ESCAPED_LETTER.search(data) is None:
+        # One such string in all of it, and there is a model: so this is its key.
+        found = _MEMBER.search(data)
+        if found is not None:
+            return data, found.span(1)
+    # Nested, repeated or escaped: the last one counted when it was read, and is the one that is
+    # sent on.
+    members = _members.decode(data)
+    if len(members) > MAX_KEYS:
+        raise InvalidInput(f"The body has more than {MAX_KEYS} members.")
+    return msgspec.json.encode(members), None
+
+
+def _forgiving(data: bytes) -> _Body:
+    """Read a body some of whose fields have a type that they cannot have: the replica says so."""
+    try:
+        members = _members.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidInput("The body is not a JSON object.") from None
+    if "model" not in members:
+        raise InvalidInput("The body names no model.")
+    try:
+        model = _text.decode(members["model"])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise InvalidInput("The body's model is not a text.") from None
+    return _Body(
+        model=model,
+        stream=_or_none(members, "stream", bool),
+        stream_options=_or_none(members, "stream_options", _StreamOptions),
+        n=_or_none(members, "n", int),
+        max_tokens=_or_none(members, "max_tokens", int),
+        max_completion_tokens=_or_none(members, "max_completion_tokens", int),
+        user=_or_none(members, "user", str),
+        prompt=members.get("prompt", msgspec.Raw()),
+        messages=members.get("messages", msgspec.Raw()),
+    )
+
+
+def _or_none(members: dict[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(members[name], type=kind)
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _prompts(prompt: msgspec.Raw) -> int:
+    """How many prompts a completion has: a text or a list of token ids is one."""
+    if _LIST_OF_PROMPTS.match(memoryview(prompt)) is None:
+        return 1
+    if len(memoryview(prompt)) > MAX_COUNTED_BYTES:
+        # Millions of empty prompts would keep everybody else waiting while they are told apart.
+        data = bytes(memoryview(prompt))
+        return 1 + data.count(b'",') + data.count(b"],")
+    try:
+        return max(1, len(_items.decode(prompt)))
+    except (msgspec.DecodeError, RecursionError):
+        return 1
+
+
+def _max_tokens(body: _Body) -> int | None:
+    asked = body.max_completion_tokens
+    asked = body.max_tokens if asked is None else asked
+    return None if asked is None else _count(asked, 0)
+
+
+def _count(value: int | None, least: int) -> int:
+    """What is out of range is refused by the replica, with its reason."""
+    return least if value is None or not least <= value <= MAX_COUNT else value
+
+
+def _prefix(prompt: memoryview) -> int:
+    digest = hashlib.blake2b(prompt[:PREFIX_BYTES], digest_size=8).digest()
+    return int.from_bytes(digest, "big")

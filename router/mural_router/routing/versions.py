@@ -1,0 +1,244 @@
+"""From the name that was asked for to the exact version: aliases with weights, and ``latest``.
+
+What a store or a file says is kept for seconds, so that an alias that is pointed elsewhere holds
+soon and without a restart, and so that a store that is down for a while stops nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import random
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, quoted
+from mural_resolvers.names import LATEST, AdapterName
+from mural_resolvers.store import AdapterStore, Aliases
+from mural_resolvers.versions import highest_version, pick_target
+
+__all__ = [
+    "Exact",
+    "KnownVersions",
+    "StoreVersions",
+    "VersionSettings",
+    "VersionSource",
+    "Versions",
+]
+
+MAX_REFRESHES: Final = 16
+DOWN_S: Final = 1.0
+
+logger = logging.getLogger("mural.router.versions")
+
+
+@dataclass(frozen=True, slots=True)
+class KnownVersions:
+    """What a source says of one adapter.
+
+    ``digests`` are its published versions, None where the digest is not known; None altogether
+    where the source knows nothing of versions.
+    """
+
+    aliases: Aliases = field(default_factory=dict)
+    digests: Mapping[str, str | None] | None = None
+
+
+class VersionSource(ABC):
+    """Where aliases are written down."""
+
+    @abstractmethod
+    async def read(self, tenant: str, adapter: str) -> KnownVersions:
+        """What is said of an adapter, nothing for an unknown one.
+
+        Raises a ``MuralError`` where it cannot be told now.
+        """
+
+    async def close(self) -> None:
+        """Let go of connections."""
+        return
+
+
+class StoreVersions(VersionSource):
+    """A store's records, which ``mural adapters alias`` and the upload API write."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+
+    async def read(self, tenant: str, adapter: str) -> KnownVersions:
+        """The alias record and the list of published versions."""
+        aliases, listed = await asyncio.gather(
+            self._store.aliases(tenant, adapter), self._store.list(tenant)
+        )
+        digests = {
+            stored.name.version: stored.digest
+            for stored in listed
+            if stored.name.adapter == adapter
+        }
+        return KnownVersions(aliases, digests)
+
+    async def close(self) -> None:
+        """Close the store."""
+        await self._store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Exact:
+    """An exact version. ``alias``: the name that was asked for, where it was one."""
+
+    name: AdapterName
+    digest: str | None = None
+    alias: AdapterName | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSettings:
+    """``ttl_s``: for how long an answer holds. One up to twice as old still serves, while a new
+    one is fetched; an older one is waited for, for ``timeout_s``, and holds on if none comes.
+    ``max_adapters`` are remembered."""
+
+    ttl_s: float = 5.0
+    timeout_s: float = 2.0
+    max_adapters: int = 10_000
+
+
+class Versions:
+    """Resolves names. For one event loop; without a source every name is taken as exact."""
+
+    def __init__(
+        self,
+        source: VersionSource | None,
+        settings: VersionSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        self._source = source
+        self._settings = settings or VersionSettings()
+        self._clock = clock
+        self._draw = draw
+        self._known: OrderedDict[tuple[str, str], _Answer] = OrderedDict()
+        self._flights: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._down_until = -math.inf
+        self._turns = asyncio.Semaphore(MAX_REFRESHES)
+        self.failed = 0
+        """Look-ups that a source could not answer."""
+
+    async def resolve(self, name: AdapterName, sticky: str | None = None) -> Exact:
+        """The version that a name means for those who share ``sticky`` (None: for this request).
+
+        A name that no source lists is taken as exact: the replica says 404 when it is not. Raises
+        ``AdapterNotFound`` for a ``latest`` of nothing, ``Unavailable`` when nothing is known and
+        the source does not answer.
+        """
+        if self._source is None:
+            if name.version == LATEST:
+                raise AdapterNotFound(
+                    f"{quoted(name.short)} names no version, and this router has no store in "
+                    "which to look for the latest."
+                )
+            return Exact(name)
+        known = await self._find(name)
+        targets = known.aliases.get(name.version)
+        digests = known.digests or {}
+        if targets:
+            version = pick_target(targets, self._draw_for(name, sticky))
+        elif name.version != LATEST:
+            return Exact(name, digests.get(name.version))
+        else:
+            highest = highest_version(digests)
+            if highest is None:
+                raise AdapterNotFound(f"The model {quoted(name.short)} does not exist.")
+            version = highest
+        return Exact(name.at(version), digests.get(version), name)
+
+    def replace_source(self, source: VersionSource | None) -> None:
+        """Look elsewhere from now on; what was known is forgotten."""
+        self._source = source
+        self._known.clear()
+
+    async def close(self) -> None:
+        """End look-ups and close the source."""
+        flights = list(self._flights.values())
+        for flight in flights:
+            flight.cancel()
+        await asyncio.gather(*flights, return_exceptions=True)
+        if self._source is not None:
+            await self._source.close()
+
+    def _draw_for(self, name: AdapterName, sticky: str | None) -> float:
+        """From [0, 1): the same on every router, and for every set of weights."""
+        if sticky is None:
+            return self._draw()
+        text = f"{name.exact}\0{sticky}".encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big") / (1 << 56)
+
+    async def _find(self, name: AdapterName) -> KnownVersions:
+        key = (name.tenant, name.adapter)
+        answer, now = self._known.get(key), self._clock()
+        age = math.inf if answer is None else now - answer.at
+        if answer is not None and age < self._settings.ttl_s:
+            self._known.move_to_end(key)
+            return answer.versions
+        if now < self._down_until:
+            return self._whatever_is_known(key)
+        flight = self._flights.get(key) or self._refresh(key)
+        if answer is not None and age < 2 * self._settings.ttl_s:
+            return answer.versions
+        await asyncio.wait({flight}, timeout=self._settings.timeout_s)
+        return self._whatever_is_known(key)
+
+    def _whatever_is_known(self, key: tuple[str, str]) -> KnownVersions:
+        answer = self._known.get(key)
+        if answer is None:
+            raise Unavailable("The versions of this adapter cannot be looked up now.")
+        return answer.versions
+
+    def _refresh(self, key: tuple[str, str]) -> asyncio.Task[None]:
+        flight = asyncio.create_task(self._read(key), name="look up versions")
+        self._flights[key] = flight
+        flight.add_done_callback(lambda _: self._flights.pop(key, None))
+        return flight
+
+    async def _read(self, key: tuple[str, str]) -> None:
+        source = self._source
+        if source is None:
+            return
+        try:
+            async with self._turns, asyncio.timeout(10 * self._settings.timeout_s):
+                versions = await source.read(*key)
+        except (MuralError, OSError) as error:
+            self._fail(key, str(error) or "no answer in time")
+            return
+        except Exception:
+            # Whatever a store's client raises, what is known must go on being served.
+            logger.exception("versions could not be looked up")
+            self._fail(key, "an unexpected error")
+            return
+        if source is self._source:
+            self._down_until = -math.inf
+            self._keep(key, _Answer(versions, self._clock()))
+
+    def _fail(self, key: tuple[str, str], reason: str) -> None:
+        """Go by what is known, and leave the source alone for a while."""
+        self.failed += 1
+        self._down_until = self._clock() + DOWN_S
+        logger.warning("the versions of %s/%s cannot be looked up: %s", *key, reason)
+
+    def _keep(self, key: tuple[str, str], answer: _Answer) -> None:
+        self._known[key] = answer
+        self._known.move_to_end(key)
+        while len(self._known) > self._settings.max_adapters:
+            self._known.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    versions: KnownVersions
+    at: float
