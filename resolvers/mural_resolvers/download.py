@@ -1,8 +1,8 @@
 """Download of a described version into a folder: parallel ranges, resumed, hashed as they come.
 
 The bytes go to disk in threads, never on the event loop, and what is held in memory is bounded:
-one buffer per range in flight. A range that arrives before those in front of it is hashed from
-the disk once its turn has come.
+per range in flight one buffer that fills and one that is written. A range that arrives before
+those in front of it is hashed from the disk once its turn has come.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Downloader:
         with _opened(folder, description.files, self._settings.part_bytes) as targets:
             parts = iter([part for target in targets for part in target.parts])
             await self._read_parts(resolver, description, parts, advance)
-            return tuple([await self._in_thread(target.finish) for target in targets])
+            return await self._in_thread(lambda: tuple([target.finish() for target in targets]))
 
     async def close(self) -> None:
         """Stop the threads; downloads under way have been cancelled before."""
@@ -167,8 +167,12 @@ class Downloader:
         part, failures = reader.part, 0
         while part.at < part.stop:
             before = part.at
-            broken = await self._attempt(reader)
+            try:
+                broken = await self._attempt(reader)
+            finally:
+                await self._written(part)
             await self._flush(part)
+            await self._written(part)
             if broken is None:
                 continue
             failures = failures + 1 if part.at == before else 1
@@ -216,8 +220,17 @@ class Downloader:
                 bound.reschedule(now() + stall_s)
 
     async def _flush(self, part: _Part) -> None:
+        """Have what is held written beside what is read next, once what was before it is."""
+        await self._written(part)
         if part.held:
-            await self._in_thread(lambda: part.target.write(part))
+            data = part.release()
+            part.writing = self._begin(lambda: part.target.write(part, data))
+
+    async def _written(self, part: _Part) -> None:
+        """Leave only once no thread writes what the part gave up; raise what that failed with."""
+        writing, part.writing = part.writing, None
+        if writing is not None:
+            await _ended(writing)
 
     def _wait_s(self, failures: int, asked_s: float | None) -> float:
         settings = self._settings
@@ -228,18 +241,24 @@ class Downloader:
         return max(self._settings.retry_after_s, broken.retry_after_s or 0.0)
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        """Run in a thread, and leave only once it has ended: it uses a file that we close."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, call)
-        cancelled: asyncio.CancelledError | None = None
-        while not future.done():
-            try:
-                await asyncio.wait({future})
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            # What else went wrong is looked at, so that it is not reported as forgotten.
-            raise cancelled from future.exception()
-        return future.result()
+        return await _ended(self._begin(call))
+
+    def _begin(self, call: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+
+async def _ended(future: asyncio.Future[T]) -> T:
+    """Leave only once a thread has ended: it uses a file that we close."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        # What else went wrong is looked at, so that it is not reported as forgotten.
+        raise cancelled from future.exception()
+    return future.result()
 
 
 class _DiskFailed(Unavailable):
@@ -260,22 +279,26 @@ class _Reader:
 class _Part:
     """The bytes ``[start, stop)`` of a file: ``written`` of them are on disk, some more are held.
 
-    It is filled from its start, so what there is of it is one run of bytes.
+    It is filled from its start, so what there is of it is one run of bytes. What was given up is
+    on its way to the disk (``writing``).
     """
 
     target: _Target
     start: int
     stop: int
     written: int = 0
+    given_up: int = 0
     held: bytearray = field(default_factory=bytearray)
+    writing: asyncio.Future[None] | None = None
 
     @property
     def at(self) -> int:
         """Where to read on."""
-        return self.start + self.written + len(self.held)
+        return self.start + self.given_up + len(self.held)
 
     def release(self) -> bytearray:
         data, self.held = self.held, bytearray()
+        self.given_up += len(data)
         return data
 
 
@@ -296,10 +319,10 @@ class _Target:
         with _writing():
             self._descriptor = os.open(folder / file.path, flags, 0o644)
 
-    def write(self, part: _Part) -> None:
-        """Write what a part holds, and hash it if all in front of it has been."""
+    def write(self, part: _Part, data: bytearray) -> None:
+        """Write what a part gave up, and hash it if all in front of it has been."""
         with _writing():
-            offset, data = part.start + part.written, part.release()
+            offset = part.start + part.written
             rest = memoryview(data)
             while rest:
                 rest = rest[os.pwrite(self._descriptor, rest, offset + len(data) - len(rest)) :]

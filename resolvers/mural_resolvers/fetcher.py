@@ -122,7 +122,7 @@ class _Flight:
     """A download under way or waiting for its turn, and for what order."""
 
     order: _Order
-    task: asyncio.Task[Manifest | MuralError]
+    task: asyncio.Task[ResolvedAdapter | MuralError]
 
 
 class AdapterFetcher:
@@ -189,13 +189,15 @@ class AdapterFetcher:
         outcome = await self._outcome(order)
         if isinstance(outcome, MuralError):
             raise outcome.with_traceback(None)
-        found = await self._in_thread(self._noted, order, outcome)
+        if (outcome.name, outcome.source) == (description.name, resolver.name):
+            return outcome
+        found = await self._in_thread(self._noted, order, outcome.manifest)
         if found is None:
             # It was evicted before this name, which had waited along, could be noted.
             raise Unavailable("The cache of adapters is too small for what is asked of it.")
         return found
 
-    async def _outcome(self, order: _Order) -> Manifest | MuralError:
+    async def _outcome(self, order: _Order) -> ResolvedAdapter | MuralError:
         """Bring an order's content, or wait for whoever does.
 
         What another order failed with is of its own name, source and tenant: it is neither told
@@ -317,11 +319,11 @@ class AdapterFetcher:
             "Too many of this tenant's adapters are being fetched.", retry_after_s=retry_after_s
         )
 
-    async def _fly(self, order: _Order) -> Manifest | MuralError:
+    async def _fly(self, order: _Order) -> ResolvedAdapter | MuralError:
         """One download, its errors as values: it may end when nobody waits any more."""
         try:
             async with self._turns.turn(order.tenant):
-                manifest = await self._bring(order)
+                return _resolved(await self._bring(order))
         except MuralError as error:
             return self._failed(order, error)
         except Exception as error:
@@ -329,27 +331,25 @@ class AdapterFetcher:
             # and the log has it.
             logger.exception("fetching %s failed", order.description.name)
             return self._failed(order, Unavailable("The adapter could not be fetched."), error)
-        return manifest
 
-    async def _bring(self, order: _Order) -> Manifest:
+    async def _bring(self, order: _Order) -> CachedVersion:
         found, source = order.description, order.resolver.name
         fetch = Fetch(found.name, source, found.num_bytes, self._clock())
         self._under_way[order.key] = fetch
         logger.info("fetching %s from %s: %.1f MB", found.name, source, found.num_bytes / 1e6)
         try:
             async with asyncio.timeout(self._settings.deadline_s), self._staged(order) as staging:
-                manifest = await self._fill(order, staging, fetch)
-                await self._in_thread(staging.commit, manifest, found.name, source, found.revision)
+                version = await self._fill(order, staging, fetch)
         except TimeoutError:
             raise self._unavailable("The adapter could not be fetched in time.") from None
         finally:
             del self._under_way[order.key]
         seconds = self._clock() - fetch.started_at
         self.counts.downloads += 1
-        self.counts.downloaded_bytes += manifest.num_bytes
+        self.counts.downloaded_bytes += version.manifest.num_bytes
         size_mb = found.num_bytes / 1e6
         logger.info("fetched %s from %s: %.1f MB in %.2f s", found.name, source, size_mb, seconds)
-        return manifest
+        return version
 
     @asynccontextmanager
     async def _staged(self, order: _Order) -> AsyncIterator[Staging]:
@@ -360,19 +360,24 @@ class AdapterFetcher:
         try:
             yield staging
         finally:
-            await self._give_back(staging.discard)
+            if staging.staged:
+                await self._give_back(staging.discard)
 
-    async def _fill(self, order: _Order, staging: Staging, fetch: Fetch) -> Manifest:
+    async def _fill(self, order: _Order, staging: Staging, fetch: Fetch) -> CachedVersion:
         def advance(num_bytes: int) -> None:
             fetch.done += num_bytes
 
         found = order.description
         entries = await self._downloader.download(order.resolver, found, staging.folder, advance)
-        manifest = await self._in_thread(manifest_of, staging.folder, entries, self._limits)
-        stated = found.digest if found.manifest is None else found.manifest.digest
-        if stated is not None and stated != manifest.digest:
-            raise ManifestMismatch("The content is not what its manifest states.")
-        return manifest
+
+        def check_and_commit() -> CachedVersion:
+            manifest = manifest_of(staging.folder, entries, self._limits)
+            stated = found.digest if found.manifest is None else found.manifest.digest
+            if stated is not None and stated != manifest.digest:
+                raise ManifestMismatch("The content is not what its manifest states.")
+            return staging.commit(manifest, found.name, order.resolver.name, found.revision)
+
+        return await self._in_thread(check_and_commit)
 
     def _failed(
         self, order: _Order, error: MuralError, cause: Exception | None = None

@@ -70,6 +70,11 @@ class Staging:
         self._turn = threading.Lock()
         self._open = True
 
+    @property
+    def staged(self) -> bool:
+        """Whether anything is left to be committed or discarded."""
+        return self._open
+
     def commit(
         self, manifest: Manifest, name: AdapterName, source: str, revision: str
     ) -> CachedVersion:
