@@ -3,6 +3,29 @@
 The operator calls them too, so that both agree. No web framework, no torch, no I/O, no clock.
 """
 
+from mural_router.placement.choose import Choice, Reason, choose
+from mural_router.placement.explain import Explanation, explain
 from mural_router.placement.fleet import Fleet, PlacementRequest, Replica, Residency
+from mural_router.placement.ledger import LoadLedger, Loads, reported_loads
+from mural_router.placement.order import order
+from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
+from mural_router.placement.replicas import replicas_for
 
-__all__ = ["Fleet", "PlacementRequest", "Replica", "Residency"]
+__all__ = [
+    "DEFAULT_POLICY",
+    "Choice",
+    "Explanation",
+    "Fleet",
+    "LoadLedger",
+    "Loads",
+    "PlacementPolicy",
+    "PlacementRequest",
+    "Reason",
+    "Replica",
+    "Residency",
+    "choose",
+    "explain",
+    "order",
+    "replicas_for",
+    "reported_loads",
+]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
-__all__ = ["Fleet", "Level", "PlacementRequest", "Replica", "Residency"]
+from mural_router.placement.hashing import Members, members_of
+
+__all__ = ["AdapterFacts", "Fleet", "Level", "PlacementRequest", "Replica", "Residency"]
+
+PLACES_LOOKED_ON = 8
+FACTS_KEPT = 20_000
+"""Adapters per fleet; names that nobody holds are remembered too."""
 
 Level = Literal["disk", "host", "slot"]
 
@@ -41,7 +48,10 @@ class Replica:
     """Not heard from for longer than the bound: what follows may no longer hold."""
     reports: bool = True
     """False: it cannot say which adapters it holds (a vLLM pod). Unknown is not absent."""
+    report: int = 0
+    """Another number with every report heard: what it says has then been counted anew."""
     slots: int = 0
+    """Distinct adapters in one step; 0: none, or unknown where `reports` is False."""
     host_bytes: int = 0
     """Host memory for adapters; 0: unknown."""
     max_lora_rank: int = 0
@@ -60,8 +70,27 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterFacts:
+    """What the accepting replicas together say of one adapter.
+
+    Looked for along its order, where its homes are and what spilled from them, until so many
+    places in a row do not know it: a look at each of 100 replicas would cost more than a choice.
+    """
+
+    load: float
+    """Generated tokens a second, windowed."""
+    rank: int
+    """0: unknown."""
+    bytes: int
+    """0: unknown."""
+
+
+@dataclass(frozen=True)
 class Fleet:
-    """All replicas that serve one base model, sorted by name."""
+    """All replicas that serve one base model, sorted by name.
+
+    What is derived is computed once for each fleet, on first use.
+    """
 
     replicas: tuple[Replica, ...] = ()
 
@@ -69,6 +98,84 @@ class Fleet:
         names = [replica.name for replica in self.replicas]
         if names != sorted(set(names)):
             raise ValueError("replicas are sorted by name, each once")
+
+    @cached_property
+    def members(self) -> Members:
+        """For the hash: all of them, ready or not, since the order among the ready is the same."""
+        return members_of(tuple((replica.name, replica.weight) for replica in self.replicas))
+
+    @cached_property
+    def accepting(self) -> tuple[int, ...]:
+        """The positions of those to choose from: ready and fresh ones; with none fresh, stale."""
+        ready = [i for i, replica in enumerate(self.replicas) if replica.ready]
+        return tuple([i for i in ready if not self.replicas[i].stale] or ready)
+
+    @cached_property
+    def accepting_set(self) -> frozenset[int]:
+        """The same positions, to ask for one."""
+        return frozenset(self.accepting)
+
+    @cached_property
+    def accepting_names(self) -> frozenset[str]:
+        """The names of `accepting`."""
+        return frozenset(self.replicas[i].name for i in self.accepting)
+
+    @cached_property
+    def accepting_weight(self) -> float:
+        """The capacity of `accepting`."""
+        return sum(self.replicas[i].weight for i in self.accepting)
+
+    @cached_property
+    def measured(self) -> tuple[Replica, ...]:
+        """Those accepting that say how much they do and how much they could."""
+        accepting = (self.replicas[i] for i in self.accepting)
+        return tuple(replica for replica in accepting if replica.max_num_seqs > 0)
+
+    @cached_property
+    def tokens_per_s(self) -> float:
+        """Of `measured`."""
+        return sum(replica.tokens_per_s for replica in self.measured)
+
+    @cached_property
+    def work(self) -> float:
+        """Of `measured`, in replicas' worth: 2.0 is what fills two; more than all: it queues."""
+        return sum((each.running + each.waiting) / each.max_num_seqs for each in self.measured)
+
+    @cached_property
+    def mean_host_bytes(self) -> float:
+        """Memory for adapters of an accepting replica that says how much it has; 0: none does."""
+        known = [bytes_ for i in self.accepting if (bytes_ := self.replicas[i].host_bytes) > 0]
+        return sum(known) / len(known) if known else 0.0
+
+    @cached_property
+    def _facts(self) -> dict[str, AdapterFacts]:
+        return {}
+
+    def facts(self, adapter: str) -> AdapterFacts:
+        """What is reported of an adapter, looked up once for each fleet."""
+        facts = self._facts.get(adapter)
+        if facts is None:
+            if len(self._facts) >= FACTS_KEPT:
+                self._facts.clear()
+            facts = self._facts[adapter] = self._gather(adapter)
+        return facts
+
+    def _gather(self, adapter: str) -> AdapterFacts:
+        load, rank, bytes_, absent = 0.0, 0, 0, 0
+        for i in self.members.order(adapter):
+            if i not in self.accepting_set:
+                continue
+            residency = self.replicas[i].adapters.get(adapter)
+            if residency is None:
+                absent += 1
+                if absent == PLACES_LOOKED_ON:
+                    break
+                continue
+            absent = 0
+            load += residency.load
+            rank = max(rank, residency.rank)
+            bytes_ = max(bytes_, residency.bytes)
+        return AdapterFacts(load, rank, bytes_)
 
 
 @dataclass(frozen=True, slots=True)

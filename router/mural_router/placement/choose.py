@@ -1,0 +1,219 @@
+"""Which replica takes a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from math import ceil
+from typing import Literal
+
+from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
+from mural_router.placement.hashing import stable_hash
+from mural_router.placement.ledger import Loads
+from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
+from mural_router.placement.replicas import can_hold, holds, replicas_for
+
+__all__ = ["Bound", "Choice", "Reason", "choose", "eligible", "group_of", "has_room"]
+
+BASE_GROUPS = 1024
+"""Groups of base requests fall into so many orders, which are kept; a few share one unharmed."""
+
+Reason = Literal["resident", "home", "spilled", "prefix", "least_loaded", "over_bound"]
+"""``resident``: one of the adapter's k homes, which holds it. ``home``: one of them, which must
+load it. ``spilled``: all homes were over the bound or full; the next in the order. ``prefix`` and
+``least_loaded``: a base request with and without something to share. ``over_bound``: those within
+the bound were full, so one beyond it took it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The replica that takes a request, and why."""
+
+    replica: Replica
+    reason: Reason
+    k: int
+    """Homes of the adapter; for the base the number of replicas to choose from."""
+    homes: tuple[str, ...]
+    """Their names, in the adapter's order; empty for the base."""
+
+
+class Bound:
+    """How much a replica may have before it is given more, for one request.
+
+    ``c`` times its share, by weight, of all sequences with the new ones, rounded up: some
+    replica is always below it. Over the replicas that the request may go to. No lower than what
+    fills it lightly.
+    """
+
+    __slots__ = ("_of", "_per_weight", "_policy")
+
+    def __init__(
+        self, request: PlacementRequest, fleet: Fleet, loads: Loads, policy: PlacementPolicy
+    ) -> None:
+        self._of = loads.by_name
+        self._policy = policy
+        total, weight = loads.total, fleet.accepting_weight
+        if request.candidates is not None:
+            replicas = [fleet.replicas[i] for i in fleet.accepting]
+            allowed = [each for each in replicas if each.name in request.candidates]
+            total = sum(loads.of(each.name) for each in allowed)
+            weight = sum(each.weight for each in allowed)
+        # The total is kept by additions: an error in its last bits must not add a whole sequence.
+        self._per_weight = policy.load_bound * (total + request.sequences) / (weight or 1) - 1e-9
+
+    def limit(self, replica: Replica) -> float:
+        """Sequences below which the replica is within the bound."""
+        light = self._policy.light * replica.max_num_seqs or self._policy.light_sequences
+        return max(ceil(self._per_weight * replica.weight), light)
+
+    def within(self, replica: Replica) -> bool:
+        """Whether the replica may be given more."""
+        return self._of.get(replica.name, 0.0) < self.limit(replica)
+
+
+def has_room(replica: Replica, load: float, policy: PlacementPolicy = DEFAULT_POLICY) -> bool:
+    """Whether a replica with this load takes another sequence soon enough to send it there."""
+    if replica.kv_usage >= policy.kv_full and replica.waiting > 0:
+        return False
+    if replica.max_num_seqs > 0:
+        return load < policy.overcommit * replica.max_num_seqs
+    # Those that run do so already: what exceeds them would wait.
+    return load - replica.running < policy.max_waiting or replica.waiting == 0
+
+
+def group_of(request: PlacementRequest) -> str | None:
+    """What a request should meet with: its session, which shares most, else its prompt's prefix."""
+    if request.session is not None:
+        return f"session\0{request.session}"
+    return None if request.prefix is None else f"prefix\0{request.prefix:x}"
+
+
+def eligible(request: PlacementRequest, fleet: Fleet, places: Iterable[int]) -> Iterator[int]:
+    """Those of some positions that the request may go to, in their order."""
+    facts = None if request.adapter is None else fleet.facts(request.adapter)
+    replicas, candidates, excluded = fleet.replicas, request.candidates, request.excluded
+    for i in places:
+        replica = replicas[i]
+        if (
+            replica.ready
+            and replica.name not in excluded
+            and (candidates is None or replica.name in candidates)
+            and (facts is None or can_hold(replica, facts))
+        ):
+            yield i
+
+
+def choose(
+    request: PlacementRequest,
+    fleet: Fleet,
+    loads: Loads,
+    *,
+    declared: int | None = None,
+    policy: PlacementPolicy = DEFAULT_POLICY,
+) -> Choice | None:
+    """The replica for a request, or None: none that may take it has room, so it waits.
+
+    Among the adapter's k homes the least loaded that holds it and is within the bound; else one
+    of them that is within the bound; else the next in the order that is. With k above 1 the
+    requests of one group meet: a second rendezvous hash among the homes comes before their load.
+    Stale replicas are asked when no fresh one will do. ``declared`` is the adapter's k where an
+    object or the operator says it.
+    """
+    chooser = _Chooser(request, fleet, loads, policy)
+    if request.adapter is None:
+        return chooser.for_base()
+    return chooser.for_adapter(
+        request.adapter, replicas_for(request.adapter, fleet, declared, policy)
+    )
+
+
+class _Chooser:
+    """One choice; it holds what all steps need."""
+
+    __slots__ = ("_bound", "_fleet", "_loads", "_policy", "_request")
+
+    def __init__(
+        self, request: PlacementRequest, fleet: Fleet, loads: Loads, policy: PlacementPolicy
+    ) -> None:
+        self._request = request
+        self._fleet = fleet
+        self._loads = loads
+        self._policy = policy
+        self._bound = Bound(request, fleet, loads, policy)
+
+    def for_adapter(self, adapter: str, k: int) -> Choice | None:
+        replicas = self._fleet.replicas
+        places = self._places(self._fleet.members.order(adapter))
+        homes = list(islice(places, k))
+        names = tuple(replicas[i].name for i in homes)
+        resident = [i for i in homes if holds(replicas[i], adapter)]
+        others = [i for i in homes if i not in resident]
+        if (found := self._pick(resident)) is not None:
+            return Choice(replicas[found], "resident", k, names)
+        if (found := self._first(others)) is not None:
+            return Choice(replicas[found], "home", k, names)
+        if (found := self._first(chain(places, self._stale_places(adapter)))) is not None:
+            return Choice(replicas[found], "spilled", k, names)
+        return self._over_bound(adapter, k, names)
+
+    def for_base(self) -> Choice | None:
+        fleet, group = self._fleet, group_of(self._request)
+        k = len(fleet.accepting)
+        if group is not None:
+            key = f"\0base\0{stable_hash(group) % BASE_GROUPS}"
+            places = self._places(fleet.members.order(key))
+            if (found := self._first(places)) is not None:
+                return Choice(fleet.replicas[found], "prefix", k, ())
+        if (found := self._least_loaded(self._places(fleet.accepting), bounded=True)) is not None:
+            return Choice(fleet.replicas[found], "least_loaded", k, ())
+        return self._over_bound("", k, ())
+
+    def _over_bound(self, key: str, k: int, homes: tuple[str, ...]) -> Choice | None:
+        fresh = self._places(self._fleet.members.order(key))
+        found = self._least_loaded(fresh, bounded=False)
+        if found is None:
+            found = self._least_loaded(self._stale_places(key), bounded=False)
+        return (
+            None if found is None else Choice(self._fleet.replicas[found], "over_bound", k, homes)
+        )
+
+    def _places(self, ordered: Iterable[int]) -> Iterator[int]:
+        """The eligible ones among those accepting."""
+        accepting = self._fleet.accepting_set
+        return eligible(self._request, self._fleet, (i for i in ordered if i in accepting))
+
+    def _stale_places(self, key: str) -> Iterator[int]:
+        """The eligible ones that have not been heard of, where others have."""
+        accepting, ordered = self._fleet.accepting_set, self._fleet.members.order(key)
+        return eligible(self._request, self._fleet, (i for i in ordered if i not in accepting))
+
+    def _pick(self, homes: Sequence[int]) -> int | None:
+        """One of the homes that hold the adapter: by group, else by load."""
+        group = group_of(self._request)
+        if len(homes) == 1 or group is None:
+            return self._least_loaded(homes, bounded=True)
+        return self._first(self._fleet.members.ranked(homes, group))
+
+    def _first(self, places: Iterable[int]) -> int | None:
+        replicas, bound = self._fleet.replicas, self._bound
+        for i in places:
+            if bound.within(replicas[i]) and self._has_room(replicas[i]):
+                return i
+        return None
+
+    def _least_loaded(self, places: Iterable[int], *, bounded: bool) -> int | None:
+        """By load for its weight; the first of those that tie."""
+        replicas, loads = self._fleet.replicas, self._loads.by_name
+        best, least = None, float("inf")
+        for i in places:
+            replica = replicas[i]
+            load = loads.get(replica.name, 0.0) / replica.weight
+            if load < least and (not bounded or self._bound.within(replica)):
+                if not self._has_room(replica):
+                    continue
+                best, least = i, load
+        return best
+
+    def _has_room(self, replica: Replica) -> bool:
+        return has_room(replica, self._loads.of(replica.name), self._policy)

@@ -1,0 +1,121 @@
+"""Why a request would go where it would go: one row a replica, for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mural_router.placement.choose import Bound, Choice, choose, group_of, has_room
+from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
+from mural_router.placement.ledger import Loads
+from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
+from mural_router.placement.replicas import can_hold
+
+__all__ = ["Explanation", "Row", "explain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One replica as the choice saw it."""
+
+    replica: str
+    place: int
+    """In the adapter's order over all replicas, from 0."""
+    score: float
+    """Of the rendezvous hash: the order is by it, descending."""
+    home: bool
+    residency: str
+    """``slot``, ``host``, ``disk``, ``loading``, ``absent`` or ``unknown``."""
+    load: float
+    """Sequences there, as estimated now."""
+    limit: float
+    """The load at which it is given no more while another has less."""
+    group_place: int | None
+    """Among the homes, for the requests that share this one's prefix or session."""
+    against: tuple[str, ...]
+    """What keeps the request from it; empty: nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A choice and everything that led to it."""
+
+    adapter: str | None
+    k: int
+    choice: str | None
+    """The replica's name; None: the request waits."""
+    reason: str
+    rows: tuple[Row, ...]
+
+
+def explain(
+    request: PlacementRequest,
+    fleet: Fleet,
+    loads: Loads,
+    *,
+    declared: int | None = None,
+    policy: PlacementPolicy = DEFAULT_POLICY,
+) -> Explanation:
+    """The same decision as `choose`, with its grounds."""
+    choice = choose(request, fleet, loads, declared=declared, policy=policy)
+    bound = Bound(request, fleet, loads, policy)
+    key = request.adapter or ""
+    group_places = _group_places(request, fleet, choice)
+    rows = []
+    for place, i in enumerate(fleet.members.order(key)):
+        replica = fleet.replicas[i]
+        load = loads.of(replica.name)
+        against = _against(request, fleet, replica)
+        if not bound.within(replica):
+            against += ("over the bound",)
+        if not has_room(replica, load, policy):
+            against += ("full",)
+        rows.append(
+            Row(
+                replica=replica.name,
+                place=place,
+                score=fleet.members.score(i, key.encode()),
+                home=choice is not None and replica.name in choice.homes,
+                residency=_residency(replica, request.adapter),
+                load=load,
+                limit=bound.limit(replica),
+                group_place=group_places.get(i),
+                against=against,
+            )
+        )
+    return Explanation(
+        adapter=request.adapter,
+        k=0 if choice is None else choice.k,
+        choice=None if choice is None else choice.replica.name,
+        reason="nobody that may take it has room" if choice is None else choice.reason,
+        rows=tuple(rows),
+    )
+
+
+def _group_places(request: PlacementRequest, fleet: Fleet, choice: Choice | None) -> dict[int, int]:
+    group = group_of(request)
+    if group is None or choice is None or len(choice.homes) < 2:
+        return {}
+    homes = [i for i, replica in enumerate(fleet.replicas) if replica.name in choice.homes]
+    return {i: place for place, i in enumerate(fleet.members.ranked(homes, group))}
+
+
+def _against(request: PlacementRequest, fleet: Fleet, replica: Replica) -> tuple[str, ...]:
+    grounds = {
+        "not ready": not replica.ready,
+        "stale": replica.stale,
+        "excluded": replica.name in request.excluded,
+        "not a candidate": request.candidates is not None
+        and replica.name not in request.candidates,
+        "cannot hold the adapter": request.adapter is not None
+        and not can_hold(replica, fleet.facts(request.adapter)),
+    }
+    return tuple(ground for ground, holds_true in grounds.items() if holds_true)
+
+
+def _residency(replica: Replica, adapter: str | None) -> str:
+    if adapter is None or not replica.reports:
+        return "unknown"
+    residency = replica.adapters.get(adapter)
+    if residency is None:
+        return "absent"
+    return "loading" if residency.loading else residency.level

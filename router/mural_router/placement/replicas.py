@@ -1,0 +1,89 @@
+"""How many replicas an adapter is at home on, and which can hold it at all."""
+
+from __future__ import annotations
+
+from itertools import islice
+from math import ceil, floor
+
+from mural_router.placement.fleet import AdapterFacts, Fleet, Replica
+from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
+
+__all__ = ["can_hold", "holds", "replicas_for"]
+
+
+def holds(replica: Replica, adapter: str) -> bool:
+    """Whether it has the weights in memory, or has begun to load them, as far as can be known.
+
+    A load in flight counts: a request there waits for the rest of it, elsewhere for a whole one.
+    A replica that cannot say counts as holding, since whoever asks has it in mind as a home.
+    """
+    if not replica.reports:
+        return True
+    residency = replica.adapters.get(adapter)
+    return residency is not None and (residency.loading or residency.level != "disk")
+
+
+def can_hold(replica: Replica, facts: AdapterFacts) -> bool:
+    """Whether an adapter of this rank and size fits a replica; what is unknown fits."""
+    if not replica.reports:
+        return True
+    return (
+        replica.slots > 0
+        and (replica.max_lora_rank == 0 or facts.rank <= replica.max_lora_rank)
+        and (replica.host_bytes == 0 or facts.bytes <= replica.host_bytes)
+    )
+
+
+def replicas_for(
+    adapter: str,
+    fleet: Fleet,
+    declared: int | None = None,
+    policy: PlacementPolicy = DEFAULT_POLICY,
+) -> int:
+    """k: what is declared, else what the reported load asks for; at least 1.
+
+    The work of an adapter, in replicas' worth, is its part of the fleet's tokens times the
+    fleet's work. It gets as many replicas as it would fill to `fill`, and of those that it has
+    it keeps the last as long as the others alone would be filled to `empty`. What it has is
+    read from the replicas as well (the first places in its order that hold it), so the function
+    has hysteresis without a memory, and routers that have never met agree.
+    """
+    most = max(1, len(fleet.accepting))
+    if declared is not None:
+        return min(max(1, declared), most)
+    work, facts = _work(adapter, fleet), fleet.facts(adapter)
+    fill = _fill(facts, fleet, policy)
+    at_least = min(max(1, ceil(work / fill)), most)
+    at_most = min(floor(work * policy.fill / (fill * policy.empty)) + 1, most)
+    if at_least >= at_most:
+        return at_least
+    return min(max(at_least, _held(adapter, fleet, at_most)), at_most)
+
+
+def _work(adapter: str, fleet: Fleet) -> float:
+    if fleet.tokens_per_s <= 0:
+        return 0.0
+    # The adapter's window is a minute and the fleet's are seconds: after a drop it could exceed 1.
+    part = min(1.0, fleet.facts(adapter).load / fleet.tokens_per_s)
+    return part * fleet.work
+
+
+def _fill(facts: AdapterFacts, fleet: Fleet, policy: PlacementPolicy) -> float:
+    """The part of a replica that an adapter fills before it is given another one.
+
+    A copy costs what it takes of a replica's memory, which others are evicted for.
+    """
+    if fleet.mean_host_bytes == 0:
+        return policy.fill
+    return min(1.0, policy.fill + facts.bytes / fleet.mean_host_bytes)
+
+
+def _held(adapter: str, fleet: Fleet, most: int) -> int:
+    """How many of the first places in the order hold the adapter, up to the first that does not."""
+    places = (i for i in fleet.members.order(adapter) if i in fleet.accepting_set)
+    held = 0
+    for i in islice(places, most):
+        if not holds(fleet.replicas[i], adapter):
+            break
+        held += 1
+    return held
