@@ -48,6 +48,9 @@ class Outcome:
     """From the request's arrival to the answer's first byte."""
     total_s: float = 0.0
     bytes_sent: int = 0
+    replica_failed: bool = False
+    """It was the replica that did not answer in time, or broke off in the midst of its answer
+    (counts for its breaker); what `Routed.retry` was told of is counted already."""
 
 
 class Routed(ABC):
