@@ -7,7 +7,7 @@ and leaves the sum when it is a minute old.
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -27,40 +27,66 @@ class MinuteWindow:
     """A sum over the last 60 seconds."""
 
     def __init__(self) -> None:
-        self._cells: deque[list[int]] = deque()
-        """``[second, amount]``, the oldest first."""
+        self._cells: dict[int, int] = {}
+        """Second → amount, the oldest first."""
+        self._newest = 0
         self._total = 0
 
-    def add(self, amount: int, now: float) -> None:
-        """Count an amount at a time (seconds; a time before the last counts as the last)."""
+    def add(self, amount: int, now: float) -> int:
+        """Count an amount at a time (seconds; a time before the last counts as the last).
+
+        Returns the second that it was counted under.
+        """
         self._forget(now)
         second = math.floor(now)
-        if self._cells and self._cells[-1][0] >= second:
-            self._cells[-1][1] += amount
-        else:
-            self._cells.append([second, amount])
+        if self._cells and self._newest > second:
+            second = self._newest
+        self._newest = second
+        self._cells[second] = self._cells.get(second, 0) + amount
         self._total += amount
+        return second
+
+    def take_back(self, amount: int, second: int, now: float) -> bool:
+        """Uncount what was counted under a second too much; False: it left the sum already."""
+        self._forget(now)
+        if second not in self._cells:
+            return False
+        self._cells[second] -= amount
+        self._total -= amount
+        return True
 
     def total(self, now: float) -> int:
         """The sum of what is not yet a minute old."""
         self._forget(now)
         return self._total
 
-    def wait_s(self, limit: int, now: float) -> float:
-        """Seconds until the sum is below a limit, if nothing is added; 0 when it is."""
-        left = self.total(now)
-        for second, amount in self._cells:
-            if left < limit:
-                break
-            left -= amount
-            if left < limit:
+    def cells(self, now: float) -> dict[int, int]:
+        """What is not yet a minute old, by the second."""
+        self._forget(now)
+        return dict(self._cells)
+
+    def wait_s(self, limit: int, now: float, amount: int = 1) -> float:
+        """Seconds until an amount fits below a limit, if nothing else is added; 0 when it does.
+
+        An amount above the limit waits until the sum is 0.
+        """
+        left, bound = self.total(now), max(0, limit - amount)
+        if left <= bound:
+            return 0.0
+        for second, counted in self._cells.items():
+            left -= counted
+            if left <= bound:
                 return second + WINDOW_S + 1 - now
         return 0.0
 
     def _forget(self, now: float) -> None:
         # A cell holds what came during one second, so it is whole only a second later.
-        while self._cells and self._cells[0][0] + WINDOW_S + 1 <= now:
-            self._total -= self._cells.popleft()[1]
+        before = now - WINDOW_S - 1
+        while self._cells:
+            oldest = next(iter(self._cells))
+            if oldest > before:
+                break
+            self._total -= self._cells.pop(oldest)
 
 
 @dataclass(slots=True)
