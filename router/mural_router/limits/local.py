@@ -1,0 +1,94 @@
+"""Limits counted in this process: for one router alone."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from mural_resolvers.tenants import Principal
+from mural_resolvers.tenants.limits import LimitKind
+from mural_router.limits.account import UNCOUNTED, Account, busiest, check_sequences, has_rates
+from mural_router.limits.limiter import Hold, Limiter, LimitsSnapshot
+
+__all__ = ["LocalLimiter"]
+
+MAX_ACCOUNTS: Final = 16_384
+
+
+class _LocalHold(Hold):
+    __slots__ = ("_account", "_clock", "_estimated", "_second", "_sequences", "_settled")
+
+    def __init__(
+        self,
+        account: Account,
+        clock: Callable[[], float],
+        sequences: int,
+        estimated: int,
+        second: int,
+    ) -> None:
+        self._account, self._clock = account, clock
+        self._sequences, self._estimated, self._second = sequences, estimated, second
+        self._settled = False
+
+    def settle(self, tokens: int) -> None:
+        if not self._settled:
+            self._settled = True
+            self._account.settle(self._estimated, tokens, self._second, self._clock())
+
+    def close(self) -> None:
+        self._account.open_sequences -= self._sequences
+        self._sequences = 0
+
+
+class LocalLimiter(Limiter):
+    """Counts in memory; forgotten when the process ends. For one event loop.
+
+    ``clock`` gives seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: Counter[LimitKind] = Counter()
+        self._accounts: OrderedDict[str, Account] = OrderedDict()
+
+    async def enter(self, principal: Principal, sequences: int, tokens: int) -> Hold:
+        tenant, limits = principal.tenant, principal.limits
+        if tenant is None or not has_rates(limits):
+            return UNCOUNTED
+        check_sequences(limits, sequences)
+        now = self._clock()
+        account = self._account(tenant, now)
+        refusal = account.refusal(limits, sequences, tokens, now)
+        if refusal is not None:
+            self._refused[refusal.kind] += 1
+            raise refusal.error()
+        second = account.admit(sequences, tokens, now)
+        return _LocalHold(account, self._clock, sequences, tokens, second)
+
+    def snapshot(self, max_tenants: int = 100) -> LimitsSnapshot:
+        return LimitsSnapshot(
+            shared=False,
+            away_s=None,
+            routers=1,
+            trips=0,
+            refused=dict(self._refused),
+            tenants=busiest(self._accounts.items(), self._clock(), max_tenants),
+        )
+
+    async def close(self) -> None:
+        self._accounts.clear()
+
+    def _account(self, tenant: str, now: float) -> Account:
+        account = self._accounts.get(tenant)
+        if account is not None:
+            self._accounts.move_to_end(tenant)
+            return account
+        while len(self._accounts) >= MAX_ACCOUNTS:
+            oldest = next(iter(self._accounts))
+            if not self._accounts[oldest].is_idle(now):
+                # As many tenants at work as that: better one more account than a limit forgotten.
+                break
+            del self._accounts[oldest]
+        return self._accounts.setdefault(tenant, Account())
