@@ -1,0 +1,241 @@
+"""Heads of requests and answers, by the grammar of RFC 9112 without its leniences.
+
+One expression says what a head is, so that nothing is accepted which it does not say: every line
+ends with CRLF, no line is folded, no name is followed by a space, no control byte lies anywhere.
+What another reader could frame in another way (RFC 9112, section 6.3 and 11.2) is refused rather
+than repaired: a repeated or odd length, a length beside a coding, any coding but ``chunked``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from mural_router.http.errors import (
+    BadRequest,
+    BrokenAnswer,
+    ExpectationFailed,
+    HeadTooLarge,
+    UnsupportedCoding,
+    VersionNotSupported,
+)
+
+__all__ = [
+    "END",
+    "Field",
+    "RequestHead",
+    "ResponseHead",
+    "parse_request_head",
+    "parse_response_head",
+    "refuse_hopeless",
+]
+
+END: Final = b"\r\n\r\n"
+
+Field = tuple[bytes, bytes]
+"""A field's name in lower case and its value without the white space around it."""
+
+# Possessive: a head that does not match is refused after one pass over it.
+_FIELDS = rb"((?:[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+\r\n)*+)\r\n"
+_REQUEST = re.compile(
+    rb"([A-Z]{1,16}) ([!$%&'()*+,\-./0-9:;=?@A-Z\[\]_a-z~]++) HTTP/1\.([01])\r\n" + _FIELDS
+)
+_RESPONSE = re.compile(
+    rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?\r\n" + _FIELDS
+)
+_OTHER_VERSION = re.compile(rb"[A-Z]+ [\x21-\x7e]+ HTTP/[0-9]+(?:\.[0-9]+)?\r\n")
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~\-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_ABSOLUTE = re.compile(rb"https?://([^/?]+)(/.*)", re.IGNORECASE)
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+_CONNECTION_OPTIONS: Final = {b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""}
+
+
+class RequestHead(NamedTuple):
+    """A request's head. A body follows if ``chunked`` or ``length``."""
+
+    method: str
+    path: str
+    """Of the target; begins with a slash; as it was sent (not decoded)."""
+    query: str
+    """Without the question mark."""
+    minor: int
+    """1 for HTTP/1.1, 0 for 1.0."""
+    fields: Sequence[Field]
+    length: int
+    """Of the body, 0 if it has none or is chunked."""
+    chunked: bool
+    keep: bool
+    """Whether the client would send another request on this connection."""
+    expects_continue: bool
+
+    def values(self, name: bytes) -> tuple[str, ...]:
+        """Every value of a field, by its lower-case name."""
+        return tuple(value.decode("latin-1") for key, value in self.fields if key == name)
+
+
+class ResponseHead(NamedTuple):
+    """An answer's head. Its body has ``length`` bytes, or is chunked when that is None."""
+
+    status: int
+    fields: Sequence[Field]
+    length: int | None
+    keep: bool
+    """Whether the replica keeps the connection."""
+
+    def value(self, name: bytes) -> bytes | None:
+        """The first value of a field, by its lower-case name."""
+        return next((value for key, value in self.fields if key == name), None)
+
+
+def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
+    """Read a head up to and with the empty line. Raises the errors of `http.errors`."""
+    match = _REQUEST.fullmatch(head)
+    if match is None:
+        if _OTHER_VERSION.match(head):
+            raise VersionNotSupported("This server speaks HTTP/1.1.")
+        raise BadRequest("The request's head is not proper HTTP/1.1.")
+    method, target, minor, lines = match.groups()
+    fields: list[Field] = []
+    length: bytes | None = None
+    coding: bytes | None = None
+    host: bytes | None = None
+    keep = minor == b"1"
+    expects = False
+    for line in lines.split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        value = value.strip(b" \t")
+        fields.append((name, value))
+        if name == b"host":
+            host = _only(host, value, "Host")
+        elif name == b"content-length":
+            length = _only(length, value, "Content-Length")
+        elif name == b"transfer-encoding":
+            coding = _only(coding, value, "Transfer-Encoding")
+        elif name == b"connection":
+            keep = _keeps(value, keep)
+        elif name == b"expect":
+            expects = _expects(value)
+    if len(fields) > max_fields:
+        raise HeadTooLarge(f"The request has more than {max_fields} header fields.")
+    path, query = _target(target, host, minor)
+    return RequestHead(
+        method=method.decode("ascii"),
+        path=path,
+        query=query,
+        minor=int(minor),
+        fields=fields,
+        length=_request_length(length, coding, minor),
+        chunked=coding is not None,
+        keep=keep,
+        expects_continue=expects and minor == b"1",
+    )
+
+
+def parse_response_head(head: bytes) -> ResponseHead:
+    """Read an answer's head; raise `BrokenAnswer` for what is improper or framed in no certain way.
+
+    An answer that ends with its connection is refused too: its end and a break look the same.
+    """
+    match = _RESPONSE.fullmatch(head)
+    if match is None:
+        raise BrokenAnswer("its head is not proper HTTP/1.1")
+    minor, status_text, lines = match.groups()
+    fields: list[Field] = []
+    length: bytes | None = None
+    coding: bytes | None = None
+    keep = minor == b"1"
+    for line in lines.split(b"\r\n")[:-1]:
+        name, _, value = line.partition(b":")
+        name = name.lower()
+        value = value.strip(b" \t")
+        fields.append((name, value))
+        if name == b"content-length":
+            if length is not None:
+                raise BrokenAnswer("it has two lengths")
+            length = value
+        elif name == b"transfer-encoding":
+            if coding is not None:
+                raise BrokenAnswer("it has two transfer codings")
+            coding = value
+        elif name == b"connection" and b"close" in value.lower():
+            keep = False
+    status = int(status_text)
+    return ResponseHead(status, fields, _response_length(status, length, coding, minor), keep)
+
+
+def refuse_hopeless(start: bytes) -> None:
+    """Raise `BadRequest` for a part of a head that no further byte can make a proper one."""
+    if not b"A" <= start[:1] <= b"Z" or start.count(b"\n") != start.count(b"\r\n"):
+        raise BadRequest("The request's head is not proper HTTP/1.1.")
+
+
+def _only(before: bytes | None, value: bytes, name: str) -> bytes:
+    if before is not None:
+        raise BadRequest(f"The request has more than one {name}.")
+    return value
+
+
+def _keeps(value: bytes, keep: bool) -> bool:
+    options = {option.strip(b" \t") for option in value.lower().split(b",")}
+    # A connection option takes the field that it names away from the request: no client may
+    # have that done to a field that means something here.
+    if not options <= _CONNECTION_OPTIONS:
+        raise BadRequest("The request's Connection names a field that is not of the connection.")
+    if b"close" in options:
+        return False
+    return keep or b"keep-alive" in options
+
+
+def _expects(value: bytes) -> bool:
+    if value.lower() != b"100-continue":
+        raise ExpectationFailed("The only expectation that is met is 100-continue.")
+    return True
+
+
+def _target(target: bytes, host: bytes | None, minor: bytes) -> tuple[str, str]:
+    if host is None:
+        if minor == b"1":
+            raise BadRequest("The request has no Host.")
+    elif _HOST.fullmatch(host) is None:
+        raise BadRequest("The request's Host is not a host.")
+    if not target.startswith(b"/"):
+        absolute = _ABSOLUTE.fullmatch(target)
+        if absolute is None or host is None or absolute[1].lower() != host.lower():
+            raise BadRequest("The request's target is no path, or of another host.")
+        target = absolute[2]
+    path, _, query = target.decode("ascii").partition("?")
+    return path, query
+
+
+def _request_length(length: bytes | None, coding: bytes | None, minor: bytes) -> int:
+    if coding is not None:
+        if length is not None:
+            raise BadRequest("The request has a Content-Length beside a Transfer-Encoding.")
+        if minor == b"0":
+            raise BadRequest("HTTP/1.0 has no Transfer-Encoding.")
+        if coding.lower() != b"chunked":
+            raise UnsupportedCoding("The only transfer coding that is known is chunked.")
+        return 0
+    if length is None:
+        return 0
+    if _LENGTH.fullmatch(length) is None:
+        raise BadRequest("The request's Content-Length is not a number.")
+    return int(length)
+
+
+def _response_length(
+    status: int, length: bytes | None, coding: bytes | None, minor: bytes
+) -> int | None:
+    if status < 200 or status in (204, 304):
+        if coding is not None or length not in (None, b"0"):
+            raise BrokenAnswer(f"an answer {status} has no body")
+        return 0
+    if coding is not None:
+        if length is not None or minor == b"0" or coding.lower() != b"chunked":
+            raise BrokenAnswer("its framing is ambiguous")
+        return None
+    if length is None or _LENGTH.fullmatch(length) is None:
+        raise BrokenAnswer("it does not say its length")
+    return int(length)

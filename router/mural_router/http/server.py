@@ -1,0 +1,595 @@
+"""The side that clients see: requests are read strictly, answered in order, and never wait long.
+
+A connection reads one request at a time. What a client sends ahead of its answer (pipelining)
+waits, a little in memory and the rest with the client. Whatever is no proper request is answered
+with its reason, and the connection is closed: where the next request begins is unknown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from abc import ABC, abstractmethod
+from enum import Enum, auto
+from http import HTTPStatus
+from typing import Final, Protocol
+
+from mural_resolvers.errors import MuralError, TooLarge, Unavailable
+from mural_router.http.chunks import ChunkDecoder, ChunkError
+from mural_router.http.errors import (
+    BadRequest,
+    HeadTooLarge,
+    RequestTimeout,
+    answer_fields,
+    error_json,
+)
+from mural_router.http.head import END, RequestHead, parse_request_head, refuse_hopeless
+from mural_router.http.settings import HttpSettings
+from mural_router.http.watch import NEVER, Watch, Watched
+
+__all__ = ["Application", "BodySink", "Exchange", "Reader", "Server", "status_line"]
+
+_AHEAD_BYTES: Final = 65_536
+"""What may be sent ahead of an answer before reading stops."""
+_LINGER_S: Final = 2.0
+_LINGER_BYTES: Final = 16 << 20
+_CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_STATUS_LINES: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+}
+
+
+def status_line(status: int) -> bytes:
+    """An answer's first line."""
+    return _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n".encode()
+
+
+class Reader(ABC):
+    """Who answers an exchange, as far as the connection tells it what happens."""
+
+    @abstractmethod
+    def gone(self) -> None:
+        """The client went away, or was sent away, before its answer was complete."""
+
+    @abstractmethod
+    def paused(self) -> None:
+        """The client takes nothing more for now."""
+
+    @abstractmethod
+    def resumed(self) -> None:
+        """The client takes bytes again."""
+
+    @abstractmethod
+    def end_now(self, error: MuralError) -> None:
+        """The server stops: end the exchange at once, with this error where one can be told."""
+
+
+class BodySink(Protocol):
+    """Takes a body that is passed on as it comes."""
+
+    def piece(self, payload: bytes) -> None: ...
+
+    def complete(self) -> None: ...
+
+
+class Application(ABC):
+    """What is done with requests. What it raises as a `MuralError` becomes the answer."""
+
+    @abstractmethod
+    def body_limit(self, head: RequestHead) -> int | None:
+        """How large a body is read whole before `handle`; None: `handle` takes it as it comes.
+
+        Raises a `MuralError` for a request that is refused by its head.
+        """
+
+    @abstractmethod
+    def handle(self, exchange: Exchange) -> None:
+        """Answer, now or later."""
+
+
+class _State(Enum):
+    HEAD = auto()
+    BODY = auto()
+    """Read whole, before the application is asked."""
+    PASSING = auto()
+    """Passed on, while the application is at work."""
+    BUSY = auto()
+    LINGER = auto()
+    """Answered and closing: what still comes is thrown away, so that the answer is not lost."""
+    CLOSED = auto()
+
+
+class Exchange:
+    """One request and its answer. Everything is ignored once the client is gone."""
+
+    __slots__ = ("_connection", "arrived", "body", "bytes_sent", "handled", "head", "reader")
+
+    def __init__(self, connection: _Connection, head: RequestHead, arrived: float) -> None:
+        self._connection: _Connection | None = connection
+        self.head = head
+        self.body = b""
+        """Whole, unless it is passed on."""
+        self.arrived = arrived
+        """When the head was complete, on the loop's clock."""
+        self.reader: Reader | None = None
+        self.bytes_sent = 0
+        self.handled = False
+        """The application has it."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the connection stays after this answer, as far as is known now."""
+        return self._connection is not None and self._connection.keep
+
+    @property
+    def is_gone(self) -> bool:
+        return self._connection is None
+
+    def write(self, data: bytes) -> None:
+        """Send bytes of the answer, framing included."""
+        if self._connection is not None:
+            self.bytes_sent += len(data)
+            self._connection.transport.write(data)
+
+    def finish(self) -> None:
+        """The answer is complete: the next request may come."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.answered()
+
+    def cut(self) -> None:
+        """The answer cannot be completed: end the connection so that the client sees that."""
+        if self._connection is not None:
+            connection, self._connection = self._connection, None
+            connection.abort()
+
+    def close_after(self) -> None:
+        """No further request on this connection, whatever was promised before."""
+        if self._connection is not None:
+            self._connection.keep = False
+
+    def answer(
+        self,
+        status: int,
+        body: bytes,
+        fields: tuple[tuple[str, str], ...] = (),
+        content_type: str = "application/json",
+    ) -> None:
+        """Send a whole answer."""
+        connection = self._connection
+        if connection is None:
+            return
+        if connection.body_is_unread:
+            connection.keep = False
+        lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
+        last = "" if connection.keep else "connection: close\r\n"
+        head = f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n{lines}{last}\r\n"
+        sent = status_line(status) + head.encode("latin-1")
+        self.write(sent if self.head.method == "HEAD" else sent + body)
+        self.finish()
+
+    def fail(self, error: MuralError, fields: tuple[tuple[str, str], ...] = ()) -> None:
+        """Send an error's answer."""
+        self.answer(error.status, error_json(error), answer_fields(error) + fields)
+
+    def take_body(self, sink: BodySink) -> None:
+        """Have the body passed to ``sink`` from the next turn of the loop on."""
+        if self._connection is not None:
+            self._connection.pass_body(sink)
+
+    def pause_body(self) -> None:
+        if self._connection is not None:
+            self._connection.pause_body()
+
+    def resume_body(self) -> None:
+        if self._connection is not None:
+            self._connection.resume_body()
+
+    def detach(self) -> None:
+        """The connection's own word that it is gone."""
+        self._connection = None
+
+
+class _Connection(asyncio.Protocol, Watched):
+    """A client's connection. Slots are not used: the base of the transport's calls has none."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._settings = server.settings
+        self._watch = server.watch
+        self._state = _State.HEAD
+        self._data = b""
+        self._exchange: Exchange | None = None
+        self._decoder: ChunkDecoder | None = None
+        self._missing = 0
+        self._body = bytearray()
+        self._buffered = 0
+        self._limit = 0
+        self._sink: BodySink | None = None
+        self._body_paused = False
+        self._reading = True
+        self._advancing = False
+        self._head_begun = False
+        self._lingered = 0
+        self.keep = True
+
+    # -- the transport's calls --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self.deadline = self._watch.now + self._settings.keep_alive_s
+        if not self._server.admit(self):
+            self.keep = False
+            self._refuse(Unavailable("Too many connections.", retry_after_s=1.0))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._state = _State.CLOSED
+        self._server.forget(self)
+        self._release()
+        self._leave(gone=True)
+
+    def eof_received(self) -> bool:
+        # A client that closes its half waits for nothing; an answer could not be told from a cut.
+        return False
+
+    def data_received(self, data: bytes) -> None:
+        if self._state is _State.LINGER:
+            self._lingered += len(data)
+            if self._lingered > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        self._data = self._data + data if self._data else data
+        if not self._advancing:
+            self._advance()
+
+    def pause_writing(self) -> None:
+        self.deadline = self._watch.now + self._settings.stall_timeout_s
+        if self._exchange is not None and self._exchange.reader is not None:
+            self._exchange.reader.paused()
+
+    def resume_writing(self) -> None:
+        if self._state is _State.BUSY:
+            self.deadline = NEVER
+        if self._exchange is not None and self._exchange.reader is not None:
+            self._exchange.reader.resumed()
+
+    def expired(self) -> None:
+        """A wait is over: for a request to begin, to be read, for its answer to be taken."""
+        idle = self._state is _State.HEAD and not self._data
+        if idle or self._state not in (_State.HEAD, _State.BODY):
+            self.abort()
+        else:
+            self._refuse(RequestTimeout("The request took too long to come."))
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Do what the bytes that are here allow; a loop, so that many requests are no recursion."""
+        self._advancing = True
+        try:
+            while self._data:
+                try:
+                    if not self._step():
+                        break
+                except MuralError as error:
+                    self._refuse(error)
+        finally:
+            self._advancing = False
+
+    def _step(self) -> bool:
+        if self._state is _State.HEAD:
+            return self._read_head()
+        if self._state is _State.BODY:
+            return self._read_body()
+        if self._state is _State.PASSING and not self._body_paused:
+            return self._pass_on()
+        if self._state in (_State.BUSY, _State.PASSING):
+            if len(self._data) > _AHEAD_BYTES and self._reading:
+                self._reading = False
+                self.transport.pause_reading()
+            return False
+        self._data = b""
+        return False
+
+    def _read_head(self) -> bool:
+        settings = self._settings
+        end = self._data.find(END, 0, settings.max_head_bytes)
+        if end < 0:
+            if len(self._data) >= settings.max_head_bytes:
+                raise HeadTooLarge(f"The request's head is above {settings.max_head_bytes} bytes.")
+            refuse_hopeless(self._data)
+            if not self._head_begun:
+                self._head_begun = True
+                self.deadline = self._watch.now + settings.head_timeout_s
+            return False
+        self._head_begun = False
+        end += 4
+        head = parse_request_head(self._data[:end], settings.max_head_fields)
+        self._data = self._data[end:]
+        self.keep = head.keep and not self._server.draining
+        exchange = self._exchange = Exchange(self, head, self._server.loop.time())
+        self._server.requests_total += 1
+        has_body = head.chunked or head.length > 0
+        self._missing = head.length
+        self._decoder = ChunkDecoder() if head.chunked else None
+        if not has_body:
+            self._server.application.body_limit(head)
+            return self._ask(exchange)
+        if head.method in ("GET", "HEAD"):
+            raise BadRequest(f"A {head.method} has no body.")
+        self._state = _State.BODY
+        limit = self._server.application.body_limit(head)
+        if limit is None:
+            return self._ask(exchange)
+        self._limit = limit
+        if head.length > limit:
+            raise TooLarge(f"The request's body is above {limit} bytes.")
+        self.deadline = self._watch.now + settings.body_timeout_s
+        if head.expects_continue and not self._data:
+            self.transport.write(_CONTINUE)
+        return True
+
+    def _read_body(self) -> bool:
+        payload, complete = self._next_payload()
+        self._count(len(payload))
+        exchange = self._exchange
+        assert exchange is not None
+        if complete and not self._body:
+            exchange.body = payload
+            return self._ask(exchange)
+        self._body += payload
+        if not complete:
+            return True
+        exchange.body = bytes(self._body)
+        self._body = bytearray()
+        return self._ask(exchange)
+
+    def _next_payload(self) -> tuple[bytes, bool]:
+        """Take what there is of the body, and whether that is its end."""
+        if self._decoder is None:
+            payload = self._data[: self._missing]
+            self._data = self._data[self._missing :]
+            self._missing -= len(payload)
+            return payload, not self._missing
+        try:
+            payload, self._data = self._decoder.feed(self._data)
+        except ChunkError as error:
+            raise BadRequest(f"The request's body is not properly chunked: {error}.") from None
+        return payload, self._decoder.done
+
+    def _count(self, size: int) -> None:
+        self._buffered += size
+        self._server.buffered_bytes += size
+        if self._buffered > self._limit:
+            raise TooLarge(f"The request's body is above {self._limit} bytes.")
+        if self._server.buffered_bytes > self._settings.max_buffered_bytes:
+            raise Unavailable("Too many bodies are held at this time.", retry_after_s=1.0)
+
+    def _ask(self, exchange: Exchange) -> bool:
+        self._state = _State.BUSY
+        self.deadline = NEVER
+        self._server.begun()
+        exchange.handled = True
+        self._server.application.handle(exchange)
+        return True
+
+    # -- a body that is passed on -----------------------------------------------------------------
+
+    @property
+    def body_is_unread(self) -> bool:
+        return self._missing > 0 or (self._decoder is not None and not self._decoder.done)
+
+    def pass_body(self, sink: BodySink) -> None:
+        exchange = self._exchange
+        assert exchange is not None
+        if not self.body_is_unread:
+            self._server.loop.call_soon(sink.complete)
+            return
+        self._sink = sink
+        self._state = _State.PASSING
+        self.deadline = self._watch.now + self._settings.body_timeout_s
+        if exchange.head.expects_continue and not self._data:
+            self.transport.write(_CONTINUE)
+        self._read_on()
+
+    def pause_body(self) -> None:
+        self._body_paused = True
+        self.deadline = NEVER
+
+    def resume_body(self) -> None:
+        if self._body_paused:
+            self._body_paused = False
+            if self._state is _State.PASSING:
+                self.deadline = self._watch.now + self._settings.body_timeout_s
+            self._read_on()
+
+    def _read_on(self) -> None:
+        """Go on with what lies here, in a turn of its own: callers are amid their work."""
+        if not self._reading:
+            self._reading = True
+            self.transport.resume_reading()
+        if self._data:
+            self._server.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if not self._advancing:
+            self._advance()
+
+    def _pass_on(self) -> bool:
+        payload, complete = self._next_payload()
+        self.deadline = self._watch.now + self._settings.body_timeout_s
+        sink = self._sink
+        assert sink is not None
+        if payload:
+            sink.piece(payload)
+        if complete and self._state is _State.PASSING:
+            self._state = _State.BUSY
+            self._sink = None
+            self.deadline = NEVER
+            sink.complete()
+        return True
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def answered(self) -> None:
+        """The exchange is complete."""
+        self._leave(gone=False)
+        self._release()
+        if not self.keep or self.body_is_unread:
+            self._linger()
+            return
+        self._state = _State.HEAD
+        self._decoder = None
+        self._body_paused = False
+        self.deadline = self._watch.now + self._settings.keep_alive_s
+        if not self._reading:
+            self._reading = True
+            self.transport.resume_reading()
+        if self._data and not self._advancing:
+            self._advance()
+
+    def _refuse(self, error: MuralError) -> None:
+        """Answer what is no request to be handled, and close."""
+        self._server.refused_total += 1
+        # A body that goes wrong while it is passed on has no end that anybody may see.
+        exchange = self._leave(gone=True)
+        self.keep = self.keep and exchange is not None and not self.body_is_unread
+        body = error_json(error)
+        fields = "".join(f"{name}: {value}\r\n" for name, value in answer_fields(error))
+        last = "" if self.keep else "connection: close\r\n"
+        head = (
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{fields}{last}\r\n"
+        )
+        whole = status_line(error.status) + head.encode("ascii")
+        if exchange is None or exchange.head.method != "HEAD":
+            whole += body
+        self.transport.write(whole)
+        self.answered()
+
+    def _linger(self) -> None:
+        """Close so that the client can read its answer: a reset would take it away."""
+        if self._state is _State.CLOSED:
+            return
+        self._state = _State.LINGER
+        self._data = b""
+        self._lingered = 0
+        self._sink = None
+        self.deadline = self._watch.now + _LINGER_S
+        if not self._reading:
+            self._reading = True
+            self.transport.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
+
+    def _leave(self, *, gone: bool) -> Exchange | None:
+        """Let go of the exchange, and say so to whoever answers it."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None:
+            return None
+        exchange.detach()
+        if exchange.handled:
+            self._server.ended()
+        if gone and exchange.reader is not None:
+            exchange.reader.gone()
+        return exchange
+
+    def _release(self) -> None:
+        self._server.buffered_bytes -= self._buffered
+        self._buffered = 0
+        self._body = bytearray()
+
+    def abort(self) -> None:
+        if self._state is not _State.CLOSED:
+            self.transport.abort()
+
+    @property
+    def reader(self) -> Reader | None:
+        return self._exchange.reader if self._exchange is not None else None
+
+    def end_when_idle(self) -> None:
+        """Close now if no request is in flight, else after its answer."""
+        self.keep = False
+        if self._state is _State.HEAD and not self._data:
+            self.transport.close()
+
+
+class Server:
+    """Listens, and knows its connections."""
+
+    def __init__(self, settings: HttpSettings, application: Application, watch: Watch) -> None:
+        self.settings = settings
+        self.application = application
+        self.watch = watch
+        self.loop = asyncio.get_running_loop()
+        self.draining = False
+        self.buffered_bytes = 0
+        self.requests_total = 0
+        self.refused_total = 0
+        self.in_flight = 0
+        """Requests that the application has and that are not answered to the end."""
+        self.idle = asyncio.Event()
+        """Set while nothing is in flight."""
+        self.idle.set()
+        self._connections: set[_Connection] = set()
+        self._listener: asyncio.Server | None = None
+
+    @property
+    def connections(self) -> int:
+        return len(self._connections)
+
+    async def listen(self, context: ssl.SSLContext | None) -> tuple[str, int]:
+        """Bind; give the address. Raises `OSError`."""
+        settings = self.settings
+        self._listener = await self.loop.create_server(
+            lambda: _Connection(self),
+            settings.host,
+            settings.port,
+            ssl=context,
+            ssl_handshake_timeout=settings.tls_handshake_timeout_s if context else None,
+            backlog=1024,
+        )
+        host, port = self._listener.sockets[0].getsockname()[:2]
+        return host, port
+
+    def admit(self, connection: _Connection) -> bool:
+        self._connections.add(connection)
+        self.watch.add(connection)
+        return len(self._connections) <= self.settings.max_connections
+
+    def forget(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self.watch.discard(connection)
+
+    def begun(self) -> None:
+        self.in_flight += 1
+        if self.in_flight == 1:
+            self.idle.clear()
+
+    def ended(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self.idle.set()
+
+    def readers(self) -> list[Reader]:
+        """Whoever is answering an exchange."""
+        return [each.reader for each in self._connections if each.reader is not None]
+
+    def stop_listening(self) -> None:
+        """Take no new connection; idle ones end, others after their answer."""
+        self.draining = True
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.end_when_idle()
+
+    def abort(self) -> None:
+        """End everything now."""
+        self.stop_listening()
+        for connection in list(self._connections):
+            connection.abort()

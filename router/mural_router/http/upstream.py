@@ -1,0 +1,325 @@
+"""The side that replicas see: kept connections, answers followed strictly, passed on as bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.http.chunks import ChunkDecoder, ChunkError
+from mural_router.http.errors import BrokenAnswer
+from mural_router.http.head import END, ResponseHead, parse_response_head
+from mural_router.http.settings import HttpSettings
+from mural_router.http.watch import NEVER, Watch, Watched
+
+__all__ = ["AnswerTimeout", "Caller", "ConnectFailed", "ReplicaConnection", "ReplicaPool"]
+
+_MAX_HEAD_BYTES: Final = 65_536
+_MAX_INTERIM_ANSWERS: Final = 8
+
+
+class ConnectFailed(Exception):
+    """No connection came to be; nothing was sent."""
+
+
+class AnswerTimeout(Exception):
+    """The replica was silent for too long."""
+
+
+class Caller(ABC):
+    """Who a replica's answer is for. After `complete` or `broken` nothing more is called."""
+
+    @abstractmethod
+    def answer_begins(self, head: ResponseHead) -> None:
+        """The head of the final answer. `ReplicaConnection.discard` may be called within."""
+
+    @abstractmethod
+    def answer_goes_on(self, raw: bytes, payload: bytes, whole: bool) -> None:
+        """A piece of the body: as it came, without its framing, and whether it is whole chunks.
+
+        Never beyond the answer's end. For a body with a length both are the same.
+        """
+
+    @abstractmethod
+    def answer_ends(self) -> None:
+        """The answer is complete, and the connection given back."""
+
+    @abstractmethod
+    def answer_breaks(self, error: Exception) -> None:
+        """No (more) answer will come: lost (`OSError`), `BrokenAnswer` or `AnswerTimeout`."""
+
+    @abstractmethod
+    def request_pauses(self) -> None:
+        """The replica takes no more of a request's body for now."""
+
+    @abstractmethod
+    def request_resumes(self) -> None:
+        """It takes more."""
+
+
+class ReplicaConnection(asyncio.Protocol, Watched):
+    """One connection to a replica; it has one request at a time."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: ReplicaPool, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.requests = 0
+        """Sent on it so far: above 1 it was kept, and may have been closed meanwhile."""
+        self._pool = pool
+        self._watch = pool.watch
+        self._idle_timeout_s = pool.settings.idle_timeout_s
+        self._caller: Caller | None = None
+        self._start = b""
+        self._head: ResponseHead | None = None
+        self._interim = 0
+        self._left = 0
+        self._decoder: ChunkDecoder | None = None
+        self._sending = False
+        self._paused = False
+        self._closed = False
+
+    # -- the caller's side ------------------------------------------------------------------------
+
+    def send(self, caller: Caller, pieces: Iterable[bytes], *, complete: bool = True) -> None:
+        """Begin a request; with ``complete`` its body is in ``pieces`` too."""
+        self._caller = caller
+        self._head = None
+        self._interim = 0
+        self.requests += 1
+        self._sending = not complete
+        self.deadline = self._watch.now + self._pool.settings.first_byte_timeout_s
+        self.transport.writelines(list(pieces))
+
+    def send_more(self, data: bytes) -> None:
+        """A piece of a body that is passed on."""
+        if not self._closed:
+            self.deadline = self._watch.now + self._pool.settings.first_byte_timeout_s
+            self.transport.write(data)
+
+    def send_end(self) -> None:
+        """The body was complete."""
+        self._sending = False
+
+    def pause(self) -> None:
+        """Take no more of the answer for now."""
+        if not self._paused and not self._closed:
+            self._paused = True
+            self.deadline = NEVER
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        if self._paused and not self._closed:
+            self._paused = False
+            self.deadline = self._watch.now + self._idle_timeout_s
+            self.transport.resume_reading()
+
+    def discard(self) -> None:
+        """The caller wants nothing more; the replica sees the connection end and stops its work."""
+        self._caller = None
+        self._close()
+
+    # -- the transport's calls --------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._pool.opened(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._closed = True
+        self._pool.lost(self)
+        caller, self._caller = self._caller, None
+        if caller is not None:
+            caller.answer_breaks(exc or ConnectionResetError("the replica closed the connection"))
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        if self._caller is not None and self._sending:
+            self._caller.request_pauses()
+
+    def resume_writing(self) -> None:
+        if self._caller is not None and self._sending:
+            self._caller.request_resumes()
+
+    def expired(self) -> None:
+        if self._caller is None:
+            self._close()
+        else:
+            self._break(AnswerTimeout("the replica was silent for too long"))
+
+    def data_received(self, data: bytes) -> None:
+        if self._caller is None:
+            # Nothing was asked: an answer to nothing must not become one to the next request.
+            self._close()
+            return
+        try:
+            if self._head is None:
+                data = self._read_head(data)
+            if data and self._caller is not None:
+                self._read_body(data)
+        except (BrokenAnswer, ChunkError) as error:
+            self._break(error)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Give what follows the head; nothing while it is incomplete, or when it is all."""
+        if self._start:
+            data = self._start + data
+            self._start = b""
+        while self._head is None:
+            end = data.find(END, 0, _MAX_HEAD_BYTES) + 4
+            if end < 4:
+                if len(data) >= _MAX_HEAD_BYTES:
+                    raise BrokenAnswer("its head is too large")
+                self._start = data
+                return b""
+            head = parse_response_head(data[:end])
+            data = data[end:]
+            if head.status >= 200:
+                self._begin(head)
+            elif head.status == 101 or self._interim == _MAX_INTERIM_ANSWERS:
+                raise BrokenAnswer(f"{head.status} was not asked for")
+            else:
+                self._interim += 1
+        return data
+
+    def _begin(self, head: ResponseHead) -> None:
+        caller = self._caller
+        assert caller is not None
+        self._head = head
+        self.deadline = self._watch.now + self._idle_timeout_s
+        self._decoder = ChunkDecoder() if head.length is None else None
+        self._left = head.length or 0
+        caller.answer_begins(head)
+        if head.length == 0 and self._caller is not None:
+            self._end()
+
+    def _read_body(self, data: bytes) -> None:
+        caller = self._caller
+        assert caller is not None
+        if not self._paused:
+            self.deadline = self._watch.now + self._idle_timeout_s
+        decoder = self._decoder
+        if decoder is not None:
+            began_whole = decoder.whole
+            payload, rest = decoder.feed(data)
+            if rest:
+                raise BrokenAnswer("bytes follow its end")
+            caller.answer_goes_on(data, payload, began_whole and decoder.whole)
+            ended = decoder.done
+        else:
+            self._left -= len(data)
+            if self._left < 0:
+                raise BrokenAnswer("bytes follow its end")
+            caller.answer_goes_on(data, data, True)
+            ended = not self._left
+        if ended and self._caller is not None:
+            self._end()
+
+    def _end(self) -> None:
+        caller, self._caller = self._caller, None
+        assert caller is not None
+        assert self._head is not None
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+        # A request that was answered before it was sent whole leaves a connection without a frame.
+        if self._head.keep and not self._sending:
+            self._pool.give_back(self)
+        else:
+            self._close()
+        caller.answer_ends()
+
+    def _break(self, error: Exception) -> None:
+        caller, self._caller = self._caller, None
+        self._close()
+        if caller is not None:
+            caller.answer_breaks(error)
+
+    def _close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._pool.lost(self)
+            self.transport.abort()
+
+
+class ReplicaPool:
+    """Connections to replicas, the idle ones kept; the one used last is taken first."""
+
+    def __init__(
+        self,
+        settings: HttpSettings,
+        watch: Watch,
+        context: Callable[[], ssl.SSLContext],
+    ) -> None:
+        self.settings = settings
+        self.watch = watch
+        self.opened_total = 0
+        self._context = context
+        self._loop = asyncio.get_running_loop()
+        self._idle: dict[Endpoint, deque[ReplicaConnection]] = {}
+        self._open: set[ReplicaConnection] = set()
+
+    @property
+    def idle(self) -> int:
+        return sum(len(connections) for connections in self._idle.values())
+
+    def take(self, endpoint: Endpoint) -> ReplicaConnection | None:
+        """An idle connection, if there is one."""
+        idle = self._idle.get(endpoint)
+        return idle.pop() if idle else None
+
+    async def connect(self, endpoint: Endpoint) -> ReplicaConnection:
+        """Open one. Raises `ConnectFailed`."""
+        settings = self.settings
+        try:
+            async with asyncio.timeout(settings.connect_timeout_s):
+                _, connection = await self._loop.create_connection(
+                    lambda: ReplicaConnection(self, endpoint),
+                    endpoint.host,
+                    endpoint.port,
+                    ssl=self._context() if endpoint.tls else None,
+                )
+        except TimeoutError:
+            raise ConnectFailed("no connection in time") from None
+        except OSError as error:
+            raise ConnectFailed(str(error)) from None
+        return connection
+
+    def opened(self, connection: ReplicaConnection) -> None:
+        self.opened_total += 1
+        self._open.add(connection)
+        self.watch.add(connection)
+
+    def give_back(self, connection: ReplicaConnection) -> None:
+        idle = self._idle.get(connection.endpoint)
+        if idle is None:
+            idle = self._idle[connection.endpoint] = deque()
+        connection.deadline = self.watch.now + self.settings.idle_connection_s
+        idle.append(connection)
+        if len(idle) > self.settings.max_idle_connections:
+            idle.popleft().discard()
+
+    def lost(self, connection: ReplicaConnection) -> None:
+        self._open.discard(connection)
+        self.watch.discard(connection)
+        idle = self._idle.get(connection.endpoint)
+        if idle is None:
+            return
+        if connection in idle:
+            idle.remove(connection)
+        if not idle:
+            # Endpoints come and go: nothing is kept of those without a connection.
+            del self._idle[connection.endpoint]
+
+    def close(self) -> None:
+        for connection in list(self._open):
+            connection.discard()

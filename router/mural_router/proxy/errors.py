@@ -1,0 +1,27 @@
+"""What the proxy itself tells a client when replicas fail it."""
+
+from __future__ import annotations
+
+from mural_resolvers.errors import MuralError, Unavailable
+from mural_router.http.upstream import AnswerTimeout, ConnectFailed
+
+__all__ = ["ReplicaFailed", "told"]
+
+
+class ReplicaFailed(MuralError):
+    """A replica took the request and broke off, or answered with what is no answer."""
+
+    status = 502
+    code = "replica_failed"
+    type = "server_error"
+
+
+def told(error: Exception) -> MuralError:
+    """The error that a client is told of a failed attempt: nothing of addresses or causes."""
+    if isinstance(error, MuralError):
+        return error
+    if isinstance(error, ConnectFailed):
+        return Unavailable("No replica could be reached.", retry_after_s=1.0)
+    if isinstance(error, AnswerTimeout):
+        return Unavailable("The replica did not answer in time.", retry_after_s=5.0)
+    return ReplicaFailed("The replica broke off before its answer was complete.")

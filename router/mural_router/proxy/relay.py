@@ -1,0 +1,334 @@
+"""One request on its way to a replica and back: attempts, the answer's bytes, how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import abstractmethod
+from typing import Final
+
+from mural_resolvers.errors import MuralError
+from mural_router.http.errors import BrokenAnswer
+from mural_router.http.head import Field, ResponseHead
+from mural_router.http.server import Exchange, Reader, status_line
+from mural_router.http.upstream import (
+    AnswerTimeout,
+    Caller,
+    ConnectFailed,
+    ReplicaConnection,
+    ReplicaPool,
+)
+from mural_router.proxy.errors import told
+from mural_router.proxy.events import EventRelay, error_event
+from mural_router.proxy.usage import Usage, UsageReader
+from mural_router.routing.ask import HEADERS, RETRY_HEADER, Ask, Outcome, Routed, Routing
+
+__all__ = ["InferenceRelay", "Relay", "ask_of"]
+
+_log = logging.getLogger(__name__)
+
+_READ: Final = frozenset(name.encode("ascii") for name in HEADERS)
+_RETRY_HEADER: Final = RETRY_HEADER.encode("ascii")
+
+# Of a connection rather than of an answer (RFC 9110, section 7.6.1), or the router's own to say.
+_NOT_PASSED_ON: Final = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authentication-info",
+        b"proxy-connection",
+        b"server",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"x-request-id",
+    }
+)
+
+
+def ask_of(exchange: Exchange) -> Ask:
+    """What routing is asked about a request."""
+    head = exchange.head
+    return Ask(
+        path=head.path,
+        authorization=head.values(b"authorization"),
+        body=exchange.body,
+        headers={
+            name.decode("ascii"): value.decode("latin-1")
+            for name, value in head.fields
+            if name in _READ
+        },
+        method=head.method,
+    )
+
+
+class Relay(Caller, Reader):
+    """Owns its exchange and its attempt from the request's arrival until `Routed.done`."""
+
+    def __init__(self, pool: ReplicaPool, routing: Routing, exchange: Exchange) -> None:
+        self._pool = pool
+        self._routing = routing
+        self._exchange = exchange
+        self._loop = asyncio.get_running_loop()
+        self._routed: Routed | None = None
+        self._connection: ReplicaConnection | None = None
+        self._refreshed = False
+        """A kept connection that turned out to be closed was replaced once."""
+        self._head: ResponseHead | None = None
+        self._head_bytes = b""
+        """Of the answer, until its first byte comes: only then is there no other attempt."""
+        self._began = False
+        self._first_byte_s: float | None = None
+        self._events: EventRelay | None = None
+        self._reader: UsageReader | None = None
+        exchange.reader = self
+        self._task: asyncio.Task[None] | None = self._loop.create_task(self._run())
+
+    # -- what differs between kinds of requests ---------------------------------------------------
+
+    @abstractmethod
+    async def _route(self) -> Routed:
+        """Ask routing."""
+
+    @abstractmethod
+    def _send(self, connection: ReplicaConnection, routed: Routed) -> None:
+        """Send the request, or begin to."""
+
+    @abstractmethod
+    def _may_ask_again(self) -> bool:
+        """Whether the request can be sent once more as a whole."""
+
+    # -- attempts ---------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        try:
+            self._routed = await self._route()
+        except MuralError as error:
+            self._exchange.fail(error)
+        except Exception:
+            _log.exception("a request could not be routed")
+            self._exchange.fail(MuralError("The router failed to answer this request."))
+        else:
+            await self._attempt(self._routed)
+        self._task = None
+
+    async def _attempt(self, routed: Routed) -> None:
+        """Find a connection and send; what comes of it is told to the methods of `Caller`."""
+        while True:
+            endpoint = routed.endpoint
+            try:
+                connection = self._pool.take(endpoint) or await self._pool.connect(endpoint)
+            except ConnectFailed as error:
+                if routed.retry(f"connect: {error}"):
+                    continue
+                self._fail(error)
+                return
+            self._connection = connection
+            self._send(connection, routed)
+            return
+
+    async def _again(self, routed: Routed) -> None:
+        await self._attempt(routed)
+        self._task = None
+
+    def _try_again(self, routed: Routed) -> None:
+        self._connection = None
+        self._head = None
+        self._head_bytes = b""
+        self._events = self._reader = None
+        self._task = self._loop.create_task(self._again(routed))
+
+    # -- the replica's side -----------------------------------------------------------------------
+
+    def answer_begins(self, head: ResponseHead) -> None:
+        routed, connection = self._routed, self._connection
+        assert routed is not None
+        assert connection is not None
+        routed.answered(head.status)
+        if head.status >= 500 and self._may_ask_again() and self._refused(routed, head):
+            connection.discard()
+            self._try_again(routed)
+            return
+        self._head = head
+        self._first_byte_s = self._loop.time() - self._exchange.arrived
+        content_type = head.value(b"content-type") or b""
+        if head.length is None and content_type.startswith(b"text/event-stream"):
+            self._events = EventRelay(hide_usage=routed.hide_usage)
+        else:
+            self._reader = UsageReader()
+        self._head_bytes = self._answer_head(head, routed)
+
+    def answer_goes_on(self, raw: bytes, payload: bytes, whole: bool) -> None:
+        if self._events is not None:
+            raw = self._events.feed(raw, payload, whole)
+        elif self._reader is not None:
+            self._reader.feed(payload)
+        if self._began:
+            self._exchange.write(raw)
+        elif raw:
+            self._began = True
+            self._exchange.write(self._head_bytes + raw)
+
+    def answer_ends(self) -> None:
+        self._connection = None
+        last = self._events.end() if self._events is not None else b""
+        if not self._began:
+            last = self._head_bytes + last
+        if last:
+            self._exchange.write(last)
+        self._exchange.finish()
+        self._done(None)
+
+    def answer_breaks(self, error: Exception) -> None:
+        connection, self._connection = self._connection, None
+        routed = self._routed
+        assert connection is not None
+        assert routed is not None
+        if self._began:
+            self._break_off(error)
+            return
+        lost = not isinstance(error, (AnswerTimeout, BrokenAnswer))
+        if isinstance(error, OSError) and lost and self._may_ask_again():
+            if connection.requests > 1 and not self._refreshed:
+                # A kept connection may be closed just when it is used: that is no failed replica.
+                self._refreshed = True
+                self._try_again(routed)
+                return
+            if routed.retry(f"lost: {error}"):
+                self._try_again(routed)
+                return
+        self._fail(error)
+
+    def request_pauses(self) -> None:
+        self._exchange.pause_body()
+
+    def request_resumes(self) -> None:
+        self._exchange.resume_body()
+
+    # -- the client's side ------------------------------------------------------------------------
+
+    def gone(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._connection is not None:
+            self._connection.discard()
+            self._connection = None
+        self._done("the client went away")
+
+    def paused(self) -> None:
+        if self._connection is not None:
+            self._connection.pause()
+
+    def resumed(self) -> None:
+        if self._connection is not None:
+            self._connection.resume()
+
+    # -- ends -------------------------------------------------------------------------------------
+
+    def end_now(self, error: MuralError) -> None:
+        """The router stops: end as if the replica had broken off."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        if self._connection is not None:
+            self._connection.discard()
+            self._connection = None
+        if self._began:
+            self._break_off(error)
+        else:
+            self._fail(error)
+
+    def _refused(self, routed: Routed, head: ResponseHead) -> bool:
+        """Whether the replica did not take the request, and another one will be asked."""
+        mark = head.value(_RETRY_HEADER)
+        text = None if mark is None else mark.decode("latin-1")
+        return routed.may_retry(head.status, text) and routed.retry(f"status {head.status}")
+
+    def _fail(self, error: Exception) -> None:
+        """Nothing of an answer was sent: say what happened."""
+        fields = self._routed.answer_headers if self._routed is not None else ()
+        self._log(error)
+        self._exchange.fail(told(error), fields)
+        self._done(str(error))
+
+    def _break_off(self, error: Exception) -> None:
+        """A part of the answer was sent: a stream ends with an error, anything else short."""
+        self._log(error)
+        if self._events is not None:
+            self._exchange.close_after()
+            self._exchange.write(error_event(told(error)))
+            self._exchange.finish()
+        else:
+            self._exchange.cut()
+        self._done(str(error))
+
+    def _log(self, error: Exception) -> None:
+        if self._routed is not None and not isinstance(error, MuralError):
+            _log.warning("replica %s: %s", self._routed.endpoint.name, error)
+
+    def _done(self, error: str | None) -> None:
+        routed, self._routed = self._routed, None
+        if routed is None:
+            return
+        prompt, completion = self._usage() or (None, None)
+        exchange = self._exchange
+        routed.done(
+            Outcome(
+                status=self._head.status if self._head is not None else 0,
+                prompt_tokens=prompt,
+                completion_tokens=completion,
+                error=error,
+                first_byte_s=self._first_byte_s,
+                total_s=self._loop.time() - exchange.arrived,
+                bytes_sent=exchange.bytes_sent,
+            )
+        )
+
+    def _usage(self) -> Usage | None:
+        if self._events is not None:
+            return self._events.usage
+        return self._reader.usage if self._reader is not None else None
+
+    def _answer_head(self, head: ResponseHead, routed: Routed) -> bytes:
+        lines = [status_line(head.status)]
+        lines += [_line(field) for field in head.fields if _passes(field[0])]
+        if head.length is None:
+            lines.append(b"transfer-encoding: chunked\r\n")
+        for name, value in routed.answer_headers:
+            lines.append(f"{name}: {value}\r\n".encode("latin-1"))
+        if not self._exchange.keeps:
+            lines.append(b"connection: close\r\n")
+        lines.append(b"\r\n")
+        return b"".join(lines)
+
+
+class InferenceRelay(Relay):
+    """A request whose body was read whole: it can be asked again until its answer's first byte."""
+
+    async def _route(self) -> Routed:
+        return await self._routing.route(ask_of(self._exchange))
+
+    def _may_ask_again(self) -> bool:
+        return True
+
+    def _send(self, connection: ReplicaConnection, routed: Routed) -> None:
+        added = "".join([f"{name}: {value}\r\n" for name, value in routed.request_headers])
+        body = routed.body
+        head = (
+            f"POST {self._exchange.head.path} HTTP/1.1\r\n"
+            f"host: {routed.endpoint.authority}\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n{added}\r\n"
+        )
+        connection.send(self, (head.encode("latin-1"), body))
+
+
+def _passes(name: bytes) -> bool:
+    return name not in _NOT_PASSED_ON and not name.startswith(b"x-mural-")
+
+
+def _line(field: Field) -> bytes:
+    return b"%b: %b\r\n" % field
