@@ -1,0 +1,144 @@
+"""A router's own requests and the replicas' reports make one load, each sequence counted once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mural_router.placement import Fleet, LoadLedger, Replica, reported_loads
+
+
+def one(report: int, running: int = 0, waiting: int = 0) -> Fleet:
+    return Fleet((Replica("a", report=report, running=running, waiting=waiting),))
+
+
+def test_a_burst_is_seen_before_any_report_of_it() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(1))
+    for _ in range(5):
+        ledger.start("a", 1)
+    assert ledger.loads.of("a") == 5
+    assert ledger.loads.total == 5
+
+
+def test_what_a_report_includes_is_not_counted_twice() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(1))
+    for _ in range(5):
+        ledger.start("a", 1)
+    ledger.observe(one(2, running=4, waiting=3))
+    assert ledger.loads.of("a") == 7
+
+
+def test_an_end_after_the_report_is_taken_off_it() -> None:
+    ledger = LoadLedger()
+    ledger.start("a", 2)
+    ledger.observe(one(1, running=6))
+    ledger.finish("a", 2)
+    assert ledger.loads.of("a") == 4
+
+
+def test_a_report_that_says_the_same_again_starts_a_new_count() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(1, running=3))
+    ledger.start("a", 1)
+    ledger.observe(one(2, running=3))
+    assert ledger.loads.of("a") == 3
+
+
+def test_a_view_without_a_new_report_changes_nothing() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(1, running=3))
+    ledger.start("a", 1)
+    ledger.observe(one(1, running=3))
+    assert ledger.loads.of("a") == 4
+
+
+def test_one_s_own_requests_are_the_least_there_can_be() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(1))
+    ledger.start("a", 4)
+    ledger.observe(one(2, running=0))
+    # The report was made before they arrived.
+    assert ledger.loads.of("a") == 4
+
+
+def test_the_total_is_over_the_replicas_that_accept() -> None:
+    ledger = LoadLedger()
+    ledger.observe(Fleet((Replica("a", running=3), Replica("b", running=9, ready=False))))
+    ledger.start("b", 1)
+    assert ledger.loads.total == 3
+
+
+def test_requests_of_a_replica_that_left_are_followed_to_their_end() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(1))
+    ledger.start("a", 2)
+    ledger.observe(Fleet())
+    assert ledger.in_flight("a") == 2
+    assert ledger.loads.total == 0
+    ledger.finish("a", 2)
+    assert ledger.in_flight("a") == 0
+
+
+def test_a_replica_that_comes_back_still_has_what_is_in_flight_there() -> None:
+    ledger = LoadLedger()
+    ledger.observe(one(5))
+    ledger.start("a", 2)
+    ledger.observe(Fleet())
+    ledger.observe(one(1))
+    assert ledger.loads.of("a") == 2
+
+
+def test_more_ends_than_starts_are_a_fault() -> None:
+    ledger = LoadLedger()
+    ledger.start("a", 1)
+    ledger.finish("a", 1)
+    with pytest.raises(ValueError, match="more sequences finished than started on a"):
+        ledger.finish("a", 1)
+
+
+def test_without_a_router_the_reports_are_the_load() -> None:
+    loads = reported_loads(
+        Fleet((Replica("a", running=2, waiting=1), Replica("b", running=5, ready=False)))
+    )
+    assert (loads.of("a"), loads.of("b"), loads.total) == (3, 5, 3)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.sampled_from("abc"), st.integers(1, 5)),
+        st.tuples(st.just("finish"), st.sampled_from("abc"), st.integers(1, 5)),
+        st.tuples(st.just("report"), st.sampled_from("abc"), st.integers(0, 20)),
+        st.tuples(st.just("leave"), st.sampled_from("abc"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(steps=STEPS)
+def test_the_total_is_always_the_sum_and_nothing_stays_behind(
+    steps: list[tuple[str, str, int]],
+) -> None:
+    ledger = LoadLedger()
+    replicas: dict[str, Replica] = {}
+    for number, (what, name, count) in enumerate(steps):
+        if what == "start":
+            ledger.start(name, count)
+        elif what == "finish":
+            ledger.finish(name, min(count, ledger.in_flight(name)))
+        elif what == "report":
+            replicas[name] = Replica(name, report=number, running=count)
+            ledger.observe(Fleet(tuple(replicas[each] for each in sorted(replicas))))
+        else:
+            replicas.pop(name, None)
+            ledger.observe(Fleet(tuple(replicas[each] for each in sorted(replicas))))
+        assert ledger.loads.total == sum(ledger.loads.of(each) for each in replicas)
+        assert all(ledger.loads.of(each) >= ledger.in_flight(each) for each in replicas)
+    for name in "abc":
+        ledger.finish(name, ledger.in_flight(name))
+    ledger.observe(Fleet())
+    assert ledger.loads.total == 0
+    assert not ledger._accounts

@@ -1,0 +1,128 @@
+"""How many homes: what is declared, else what the reported load asks for, without to and fro."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mural_router.placement import Fleet, PlacementPolicy, Replica, Residency, order, replicas_for
+
+ADAPTER = "acme/support:v3"
+GB = 1 << 30
+
+
+def fleet(
+    work: float, *, part: float = 1.0, held: Iterable[int] = (), replicas: int = 8, bytes_: int = 0
+) -> Fleet:
+    """A fleet that does ``work`` replicas' worth, ``part`` of it for the adapter.
+
+    ``held``: the places of its order where the adapter is in memory.
+    """
+    bare = Fleet(tuple(Replica(f"mural-{i}") for i in range(replicas)))
+    names = [each.name for each in order(ADAPTER, bare)]
+    holders = {names[place] for place in held}
+    load = part * 1000 / max(1, len(holders))
+    each_runs = work * 100 / replicas
+    return Fleet(
+        tuple(
+            Replica(
+                replica.name,
+                slots=8,
+                host_bytes=GB,
+                max_num_seqs=100,
+                running=round(each_runs),
+                tokens_per_s=1000 / replicas,
+                adapters={ADAPTER: Residency("host", load=load, bytes=bytes_)}
+                if replica.name in holders
+                else {},
+            )
+            for replica in bare.replicas
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    says: str
+    fleet: Fleet
+    k: int
+    declared: int | None = None
+
+
+CASES = [
+    Case("an adapter nobody asked for has one home", fleet(4.0, part=0.0), 1),
+    Case("what is declared counts whatever the load", fleet(4.0, held=[0]), 2, declared=2),
+    Case("no more than there are replicas", fleet(4.0, held=[0]), 8, declared=20),
+    Case("no fewer than one", fleet(0.0), 1, declared=0),
+    Case("all of an idle fleet's tokens need one replica", fleet(0.4, held=[0]), 1),
+    Case("work over three quarters of a replica gets a second", fleet(0.88, held=[0]), 2),
+    Case("half of what two replicas do too", fleet(2.0, part=0.5, held=[0]), 2),
+    Case("an exploding adapter gets several at once", fleet(3.04, held=[0]), 5),
+    Case("between the marks it keeps the two that it has", fleet(0.64, held=[0, 1]), 2),
+    Case("between the marks it keeps the one that it has", fleet(0.64, held=[0]), 1),
+    Case("below the lower mark it goes back to one", fleet(0.48, held=[0, 1]), 1),
+    Case("a copy that spilled to a far place is no home", fleet(0.64, held=[0, 3]), 1),
+    Case(
+        "a copy of a quarter of the memory must fill its replicas",
+        fleet(0.88, held=[0], bytes_=GB // 4),
+        1,
+    ),
+    Case("a queue counts as work", fleet(12.0, part=0.25, held=[0]), 4),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.says.replace(" ", "_"))
+def test_k_follows_the_rules(case: Case) -> None:
+    assert replicas_for(ADAPTER, case.fleet, case.declared) == case.k
+
+
+def test_replicas_that_report_no_load_leave_one_home() -> None:
+    view = Fleet(tuple(Replica(f"pod-{i}", reports=False, running=9) for i in range(3)))
+    assert replicas_for(ADAPTER, view) == 1
+
+
+def test_an_empty_fleet_still_has_a_k() -> None:
+    assert replicas_for(ADAPTER, Fleet()) == 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    work=st.floats(0.0, 12.0),
+    part=st.floats(0.0, 1.0),
+    held=st.integers(0, 8),
+    noise=st.lists(st.floats(-0.12, 0.12), min_size=5, max_size=20),
+)
+def test_a_steady_load_that_fluctuates_by_a_tenth_moves_k_in_one_direction_only(
+    work: float, part: float, held: int, noise: list[float]
+) -> None:
+    # Homes of the last view hold the adapter in the next one, as the requests made them.
+    ks = []
+    for each in noise:
+        held = replicas_for(ADAPTER, fleet(work * (1 + each), part=part, held=range(held)))
+        ks.append(held)
+    settled = ks[1:]
+    assert settled in (sorted(settled), sorted(settled, reverse=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(work=st.floats(0.0, 8.0), held=st.integers(0, 8))
+def test_k_settles_after_one_step(work: float, held: int) -> None:
+    first = replicas_for(ADAPTER, fleet(work, held=range(held)))
+    second = replicas_for(ADAPTER, fleet(work, held=range(first)))
+    assert replicas_for(ADAPTER, fleet(work, held=range(second))) == second
+
+
+@settings(max_examples=100, deadline=None)
+@given(low=st.floats(0.0, 8.0), more=st.floats(0.0, 4.0), held=st.integers(1, 8))
+def test_more_work_never_means_fewer_homes(low: float, more: float, held: int) -> None:
+    lower = replicas_for(ADAPTER, fleet(low, held=range(held)))
+    assert replicas_for(ADAPTER, fleet(low + more, held=range(held))) >= lower
+
+
+def test_the_marks_are_the_policy_s() -> None:
+    view = fleet(0.64, held=[0])
+    assert replicas_for(ADAPTER, view, policy=PlacementPolicy(fill=0.6, empty=0.3)) == 2
