@@ -24,6 +24,8 @@ class Endpoint:
     """Of the control API; None for an engine that has none."""
     tls: bool = False
     weight: float = 1.0
+    ready: bool = True
+    """By what discovery knows (a pod's conditions); the replica's own word comes on top."""
 
     @property
     def authority(self) -> str:

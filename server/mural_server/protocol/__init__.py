@@ -1,6 +1,6 @@
 """The control API's wire types and its client: no torch, no web framework."""
 
-from mural_server.protocol.client import ControlClient, ControlError
+from mural_server.protocol.client import ControlClient, ControlError, decode_event
 from mural_server.protocol.wire import (
     AdapterResidency,
     AdapterStatus,
@@ -43,4 +43,5 @@ __all__ = [
     "StateEvent",
     "StateGap",
     "apply",
+    "decode_event",
 ]

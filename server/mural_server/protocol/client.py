@@ -28,7 +28,7 @@ from mural_server.protocol.wire import (
     apply,
 )
 
-__all__ = ["ControlClient", "ControlError"]
+__all__ = ["ControlClient", "ControlError", "decode_event"]
 
 MAX_EVENT_BYTES = 64 << 20
 MAX_BODY_BYTES = 4 << 20
@@ -63,6 +63,18 @@ class _ErrorDetail(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     error: _ErrorDetail
+
+
+_event_decoder = msgspec.json.Decoder(StateEvent)
+
+
+def decode_event(data: bytes) -> StateEvent:
+    """Read one event of the stream; raise `ControlError` for what is none."""
+    try:
+        event: StateEvent = _event_decoder.decode(data)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ControlError(f"an event that is none: {error}") from None
+    return event
 
 
 class ControlClient:
@@ -140,8 +152,13 @@ class ControlClient:
 
         Ends with `ControlError` when the connection does, or falls silent.
         """
+        async with aclosing(self.raw_events(since)) as lines:
+            async for line in lines:
+                yield decode_event(line)
+
+    async def raw_events(self, since: int | None = None) -> AsyncGenerator[bytes, None]:
+        """As `events`, for a caller who counts what an event costs before `decode_event`."""
         query = "" if since is None else f"?since={since}"
-        decoder = msgspec.json.Decoder(StateEvent)
         async with self._request("GET", f"/mural/v1/state{query}", b"") as answer:
             if answer.head.status != 200:
                 raise await self._refusal(answer)
@@ -149,11 +166,7 @@ class ControlClient:
             async with aclosing(lines):
                 async for line in lines:
                     if line.startswith(b"data: "):
-                        try:
-                            event: StateEvent = decoder.decode(line[6:])
-                        except (msgspec.MsgspecError, RecursionError) as error:
-                            raise ControlError(f"an event that is none: {error}") from None
-                        yield event
+                        yield line[6:]
             raise ControlError("the server ended the stream")
 
     async def states(self) -> AsyncGenerator[Snapshot, None]:

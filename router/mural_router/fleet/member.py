@@ -1,0 +1,217 @@
+"""One replica of the fleet: where it is, what it said last, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from mural_router.fleet.backoff import Backoff
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.follower import Follower, Listener
+from mural_router.fleet.report import Base, Report
+from mural_router.placement import Replica
+
+__all__ = ["Member", "MemberView"]
+
+log = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 1.0
+MAX_ERROR_CHARS = 300
+
+
+class MemberView(NamedTuple):
+    """One replica as the debug page shows it."""
+
+    endpoint: Endpoint
+    replica: Replica
+    report: Report | None
+    age_s: float | None
+    """Since it was last heard; None: never."""
+    error: str | None
+    """The last one, since it was last heard."""
+    why_not_ready: str | None
+    restarts: int
+    """Other processes that were seen in its place."""
+
+
+class Member(Listener):
+    """One replica: where it is, what it said last, and when."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        make_follower: Callable[[Endpoint, Listener], Follower],
+        stale_after_s: float,
+        changed: Callable[[], None],
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        self.endpoint = endpoint
+        self.report: Report | None = None
+        self.stale = True
+        self._stale_after_s = stale_after_s
+        self._changed = changed
+        self._make_follower = make_follower
+        self._heard_s: float | None = None
+        self._error: str | None = None
+        self._gone = False
+        self._suspected = False
+        self._restarts = 0
+        self._probe: asyncio.Task[None] | None = None
+        self._follower = tasks.create_task(self._follow(), name=f"following {endpoint.name}")
+
+    @property
+    def tried(self) -> bool:
+        """Whether it was heard once, or tried in vain."""
+        return self._heard_s is not None or self._error is not None
+
+    def moved_to(self, endpoint: Endpoint) -> bool:
+        """Take over what may change while it is followed; False: it is another place."""
+        if replace(endpoint, ready=True, weight=1.0) != replace(
+            self.endpoint, ready=True, weight=1.0
+        ):
+            return False
+        self.endpoint = endpoint
+        return True
+
+    def close(self) -> None:
+        """Stop following."""
+        self._follower.cancel()
+        if self._probe is not None:
+            self._probe.cancel()
+
+    # -- told by the follower -----------------------------------------------------------------
+
+    def heard(self, report: Report) -> None:
+        if self.report is not None and report.boot_id != self.report.boot_id:
+            self._restarts += 1
+        self.report = report
+        self._alive()
+        self._changed()
+
+    def alive(self) -> None:
+        if self.stale or self._gone:
+            self._changed()
+        self._alive()
+
+    def _alive(self) -> None:
+        self._heard_s = asyncio.get_running_loop().time()
+        self._error, self._gone, self.stale = None, False, False
+
+    def lost(self, error: str, *, refused: bool) -> None:
+        if self._error is None or (refused and not self._gone):
+            self._changed()
+        self._error = error[:MAX_ERROR_CHARS]
+        self._gone = self._gone or refused
+
+    def aged(self) -> bool:
+        """Mark a silence; True when it is news."""
+        if self.stale or self._heard_s is None:
+            return False
+        silence = asyncio.get_running_loop().time() - self._heard_s
+        self.stale = silence > self._stale_after_s
+        return self.stale
+
+    # -- told by the proxy --------------------------------------------------------------------
+
+    def suspect(self, tasks: asyncio.TaskGroup) -> None:
+        if self._probe is None:
+            self._suspected = True
+            self._probe = tasks.create_task(self._clear(), name=f"probing {self.endpoint.name}")
+            self._changed()
+
+    async def _clear(self) -> None:
+        backoff = Backoff(0.2, 2.0)
+        connects = False
+        while not connects:
+            # At first too: just now nobody answered.
+            await asyncio.sleep(backoff.next_s())
+            connects = await self._connects()
+        self._suspected, self._probe = False, None
+        self._changed()
+
+    async def _connects(self) -> bool:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(self.endpoint.host, self.endpoint.port)
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def _follow(self) -> None:
+        """Follow; a follower that fails for a fault of ours is noticed and begun again."""
+        backoff = Backoff(1.0, 30.0)
+        while True:
+            try:
+                await self._make_follower(self.endpoint, self).run()
+            except Exception as error:
+                log.exception("following %s failed", self.endpoint.name)
+                self.lost(f"following failed: {type(error).__name__}", refused=False)
+                await asyncio.sleep(backoff.next_s())
+
+    # -- what others see ----------------------------------------------------------------------
+
+    def replica(self, base: Base) -> Replica:
+        """What placement is told."""
+        endpoint, report = self.endpoint, self.report
+        if report is None:
+            return Replica(
+                name=endpoint.name,
+                weight=endpoint.weight,
+                ready=False,
+                stale=True,
+                reports=endpoint.engine == "mural",
+            )
+        return Replica(
+            name=endpoint.name,
+            weight=endpoint.weight,
+            ready=self.why_not_ready(base) is None,
+            stale=self.stale,
+            reports=report.reports,
+            slots=report.slots,
+            host_bytes=report.host_bytes,
+            max_lora_rank=report.max_lora_rank,
+            max_num_seqs=report.max_num_seqs,
+            running=report.running,
+            waiting=report.waiting,
+            kv_usage=report.kv_usage,
+            tokens_per_s=report.tokens_per_s,
+            adapters=report.adapters,
+        )
+
+    def why_not_ready(self, base: Base) -> str | None:
+        """In words for the debug page; None: it is ready."""
+        report = self.report
+        if report is None:
+            return "not heard yet"
+        if not self.endpoint.ready:
+            return "its pod is not ready"
+        if self._gone:
+            return "nobody listens there"
+        if self._suspected:
+            return "no connection to its port"
+        if not report.ready:
+            return "not ready, or draining, by its own word"
+        if report.base_names[:1] != base.model_names[:1]:
+            return "serves another base model"
+        if report.spec_hash and base.spec_hash and report.spec_hash != base.spec_hash:
+            return "its base model takes other adapters"
+        return None
+
+    def view(self, base: Base) -> MemberView:
+        age_s = None
+        if self._heard_s is not None:
+            age_s = asyncio.get_running_loop().time() - self._heard_s
+        return MemberView(
+            endpoint=self.endpoint,
+            replica=self.replica(base),
+            report=self.report,
+            age_s=age_s,
+            error=self._error,
+            why_not_ready=self.why_not_ready(base),
+            restarts=self._restarts,
+        )

@@ -1,0 +1,132 @@
+"""What is known of one replica, cleaned: it comes from another machine, which may lie."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
+
+from mural_resolvers.errors import MalformedName
+from mural_resolvers.names import parse_name, validate_admin_name
+from mural_router.placement import Residency
+from mural_server.protocol import AdapterStatus
+
+__all__ = [
+    "MAX_ADAPTERS",
+    "Base",
+    "Report",
+    "agreed_base",
+    "base_names",
+    "count",
+    "exact_name",
+    "rate",
+    "ratio",
+    "residency",
+]
+
+MAX_ADAPTERS = 20_000
+"""Names kept of one replica; about 10 MB."""
+MAX_BASE_NAMES = 16
+MAX_COUNT = 1 << 50
+MAX_RATE = 1e9
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_BASE_NAME = re.compile(r"[A-Za-z0-9/._@ -]{1,256}")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One replica's last word about itself; the units are `mural_router.placement.Replica`'s."""
+
+    ready: bool
+    base_names: tuple[str, ...] = ()
+    """The served names of its base model, the main one first."""
+    spec_hash: str = ""
+    """Equal for replicas that take the same adapters; empty: unknown."""
+    boot_id: str = ""
+    """Another one is another process; empty: unknown."""
+    reports: bool = True
+    slots: int = 0
+    host_bytes: int = 0
+    max_lora_rank: int = 0
+    max_num_seqs: int = 0
+    max_model_len: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    tokens_per_s: float = 0.0
+    adapters: Mapping[str, Residency] = field(default_factory=dict)
+    """By exact name."""
+    dropped: int = 0
+    """Names that it told and that were not kept: malformed, or too many."""
+
+
+class Base(NamedTuple):
+    """The base model that the fleet serves."""
+
+    model_names: tuple[str, ...] = ()
+    spec_hash: str = ""
+
+
+def agreed_base(reports: Iterable[Report]) -> Base | None:
+    """The base model that most of the replicas serve; None when none tells of any.
+
+    The same for every router that sees the same replicas: of equals the first in order.
+    """
+    votes = Counter(
+        Base(report.base_names, report.spec_hash) for report in reports if report.base_names
+    )
+    # vLLM pods do not tell what adapters may target: they side with those that do.
+    told = {base.model_names[0] for base in votes if base.spec_hash}
+    ranked = sorted(
+        (base for base in votes if base.spec_hash or base.model_names[0] not in told),
+        key=lambda base: (-votes[base], base),
+    )
+    return ranked[0] if ranked else None
+
+
+@lru_cache(maxsize=65_536)
+def exact_name(text: str) -> str | None:
+    """The name as placement hashes it (an admin's name stays as it is), or None for no name."""
+    try:
+        return parse_name(text).exact if ":" in text else validate_admin_name(text)
+    except MalformedName:
+        return None
+
+
+def residency(status: AdapterStatus) -> Residency:
+    """What placement keeps of a replica's word about one adapter."""
+    return Residency(
+        level=status.level,
+        digest=status.digest if _DIGEST.fullmatch(status.digest) else "",
+        loading=status.loading,
+        pinned=status.pinned,
+        rank=count(status.rank),
+        bytes=count(status.bytes),
+        requests=count(status.requests),
+        load=rate(status.load),
+    )
+
+
+def base_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Names that a base model may have: none that could be a tenant's adapter at a version."""
+    return tuple(name for name in names[:MAX_BASE_NAMES] if _BASE_NAME.fullmatch(name))
+
+
+def count(value: int) -> int:
+    """Within what sums and products stay sane."""
+    return min(max(value, 0), MAX_COUNT)
+
+
+def rate(value: float) -> float:
+    """A rate that is finite and not negative."""
+    return min(max(value, 0.0), MAX_RATE) if math.isfinite(value) else 0.0
+
+
+def ratio(value: float) -> float:
+    """Between 0 and 1."""
+    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0

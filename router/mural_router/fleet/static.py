@@ -1,0 +1,102 @@
+"""Replicas that somebody listed."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from urllib.parse import SplitResult, urlsplit
+
+from mural_router.fleet.discovery import Discovery
+from mural_router.fleet.endpoint import Endpoint, Engine
+
+__all__ = ["StaticDiscovery", "parse_endpoint"]
+
+OPTIONS = ("name", "engine", "control", "weight")
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+class StaticDiscovery(Discovery):
+    """A list that does not change. Raises ValueError when two of it share a name."""
+
+    def __init__(self, endpoints: Iterable[Endpoint]) -> None:
+        self._endpoints = tuple(endpoints)
+        names = [endpoint.name for endpoint in self._endpoints]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two replicas are named {name!r}: give one another name=")
+
+    async def watch(self) -> AsyncGenerator[tuple[Endpoint, ...], None]:
+        yield self._endpoints
+        await asyncio.Event().wait()
+
+
+def parse_endpoint(text: str) -> Endpoint:
+    """Read ``http[s]://host:port[,engine=vllm][,name=…][,control=PORT][,weight=N]``.
+
+    The control port of a Mural server is the next one after its port unless it is given; the name
+    is ``host:port``. Raises ValueError with what is wrong.
+    """
+    url, *pairs = text.split(",")
+    options = _options(text, pairs)
+    parts = _url(text, url)
+    host, tls = parts.hostname or "", parts.scheme == "https"
+    port = parts.port or DEFAULT_PORTS[parts.scheme]
+    engine = _engine(text, options.get("engine", "mural"))
+    control_port: int | None = None
+    if engine == "mural":
+        control_port = _port(text, options.get("control", str(port + 1)))
+    elif "control" in options:
+        raise ValueError(f"{text!r}: vLLM has no control port")
+    return Endpoint(
+        name=options.get("name") or Endpoint(name="", host=host, port=port).authority,
+        host=host,
+        port=port,
+        engine=engine,
+        control_port=control_port,
+        tls=tls,
+        weight=_weight(text, options.get("weight", "1")),
+    )
+
+
+def _options(text: str, pairs: Iterable[str]) -> Mapping[str, str]:
+    options: dict[str, str] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key not in OPTIONS or not value or key in options:
+            raise ValueError(f"{text!r}: {pair!r} is none of {', '.join(OPTIONS)}=…, each once")
+        options[key] = value
+    return options
+
+
+def _url(text: str, url: str) -> SplitResult:
+    parts = urlsplit(url)
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
+        raise ValueError(f"{text!r} is not http://host:port or https://host:port")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
+        raise ValueError(f"{text!r}: a replica is a host and a port, nothing more")
+    return parts
+
+
+def _engine(text: str, value: str) -> Engine:
+    if value == "mural":
+        return "mural"
+    if value == "vllm":
+        return "vllm"
+    raise ValueError(f"{text!r}: the engine is mural or vllm")
+
+
+def _port(text: str, value: str) -> int:
+    if not value.isascii() or not value.isdecimal() or not 0 < int(value) < 1 << 16:
+        raise ValueError(f"{text!r}: {value!r} is not a port")
+    return int(value)
+
+
+def _weight(text: str, value: str) -> float:
+    try:
+        weight = float(value)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise ValueError(f"{text!r}: the weight is a number above 0")
+    return weight

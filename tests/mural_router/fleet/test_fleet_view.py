@@ -1,0 +1,235 @@
+"""The view over real control APIs: found, heard, drained, killed, restarted, silent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from mural_router.fleet.follow import MuralFollower
+from mural_router.fleet.view import FleetSettings, FleetView
+from mural_router.placement import Fleet, Residency
+from mural_server.protocol import ControlClient
+
+TOKEN = "the-control-token"
+
+
+async def test_a_server_is_heard_with_its_adapters_under_exact_names(
+    watch, start_server, adapter_dir, endpoint_of
+):
+    server = await start_server(adapter_dir=str(adapter_dir), control_token=TOKEN)
+    watched = await watch(endpoint_of(server), control_token=TOKEN)
+    replica = await watched.ready("a")
+    assert (replica.slots, replica.max_lora_rank, replica.max_num_seqs) == (4, 8, 4)
+    assert replica.reports
+    assert watched.view.base.model_names == ("tiny", "tiny-alias")
+    control = ControlClient("127.0.0.1", server.control_port, token=TOKEN)
+    status = await control.set_resident("acme:v1", level="slot", pinned=True)
+    replica = await watched.replica(
+        "a",
+        lambda one: (
+            "acme/default:v1" in one.adapters and not one.adapters["acme/default:v1"].loading
+        ),
+    )
+    assert replica.adapters == {
+        "acme/default:v1": Residency(
+            level="slot", digest=status.digest, pinned=True, rank=4, bytes=100
+        )
+    }
+    await control.remove("acme:v1")
+    await watched.replica("a", lambda one: not one.adapters)
+
+
+async def test_what_was_given_out_does_not_change(watch, start_server, adapter_dir, endpoint_of):
+    server = await start_server(adapter_dir=str(adapter_dir))
+    watched = await watch(endpoint_of(server))
+    before = await watched.ready("a")
+    await ControlClient("127.0.0.1", server.control_port).set_resident("acme:v1")
+    after = await watched.replica("a", lambda one: one.adapters)
+    assert before.adapters == {}
+    assert "acme/default:v1" in after.adapters
+
+
+async def test_a_draining_server_is_not_ready(watch, start_server, endpoint_of):
+    server = await start_server()
+    watched = await watch(endpoint_of(server))
+    await watched.ready("a")
+    await ControlClient("127.0.0.1", server.control_port).drain()
+    replica = await watched.replica("a", lambda one: not one.ready)
+    assert not replica.stale
+    assert "draining" in watched.view.snapshot()[0].why_not_ready
+
+
+async def test_a_server_that_ends_is_not_ready_at_once_and_ready_again_when_it_is_back(
+    watch, start_server, endpoint_of, listed
+):
+    first = await start_server()
+    discovery = listed(endpoint_of(first))
+    watched = await watch(discovery)
+    await watched.ready("a")
+    first.stop.set()
+    replica = await watched.replica("a", lambda one: not one.ready)
+    assert not replica.stale, "refused, which is no silence"
+    await first.exit_status
+    second = await start_server()
+    discovery.sets.put_nowait((endpoint_of(second),))
+    await watched.ready("a")
+
+
+async def test_another_process_in_the_same_place_is_begun_with_a_snapshot(watch, state_server):
+    server = await state_server(boots=("one", "two"))
+    watched = await watch(server.endpoint)
+    await watched.ready("a")
+    server.drop()
+    await watched.until(lambda fleet: watched.view.snapshot()[0].restarts == 1)
+    assert watched.view.snapshot()[0].report.boot_id == "two"
+
+
+async def test_without_the_token_a_server_is_never_ready_and_the_view_says_why(
+    watch, start_server, endpoint_of
+):
+    server = await start_server(control_token=TOKEN)
+    watched = await watch(endpoint_of(server))
+    await watched.until(lambda fleet: watched.view.settled)
+    (member,) = watched.view.snapshot()
+    assert "token" in member.error
+    assert not member.replica.ready
+
+
+async def test_replicas_come_and_go_with_discovery(watch, start_server, endpoint_of, listed):
+    server = await start_server()
+    discovery = listed()
+    watched = await watch(discovery)
+    a, b = endpoint_of(server, "a"), endpoint_of(server, "b")
+    discovery.sets.put_nowait((b, a))
+    await watched.ready("a")
+    await watched.ready("b")
+    assert watched.view.endpoint("a") == a
+    discovery.sets.put_nowait((b,))
+    await watched.until(lambda fleet: len(fleet.replicas) == 1)
+    assert watched.view.endpoint("a") is None
+
+
+async def test_a_pod_that_is_not_ready_is_followed_and_not_used(
+    watch, start_server, endpoint_of, listed
+):
+    server = await start_server()
+    discovery = listed(endpoint_of(server))
+    watched = await watch(discovery)
+    replica = await watched.ready("a")
+    discovery.sets.put_nowait((replace(endpoint_of(server), ready=False, weight=2.0),))
+    replica = await watched.replica("a", lambda one: not one.ready)
+    assert replica.weight == 2.0
+    assert watched.view.snapshot()[0].restarts == 0
+    discovery.sets.put_nowait((endpoint_of(server),))
+    await watched.ready("a")
+
+
+async def test_a_silent_replica_becomes_stale_and_fresh_again(watch, state_server):
+    server = await state_server()
+    watched = await watch(server.endpoint, stale_after_s=0.2)
+    await watched.ready("a")
+    replica = await watched.replica("a", lambda one: one.stale)
+    assert replica.ready, "what it said last"
+    server.beat()
+    await watched.ready("a")
+
+
+async def test_a_suspected_replica_is_not_ready_until_its_port_answers(
+    watch, start_server, endpoint_of
+):
+    server = await start_server()
+    watched = await watch(endpoint_of(server))
+    await watched.ready("a")
+    watched.view.suspect("a")
+    await watched.replica("a", lambda one: not one.ready)
+    await watched.ready("a")
+    watched.view.suspect("nobody")
+
+
+async def test_a_replica_whose_api_port_is_dead_stays_suspected(watch, start_server, endpoint_of):
+    server = await start_server()
+    watched = await watch(replace(endpoint_of(server), port=1))
+    await watched.ready("a")
+    watched.view.suspect("a")
+    await watched.replica("a", lambda one: not one.ready)
+    await ControlClient("127.0.0.1", server.control_port).drain()
+    await watched.until(lambda fleet: not watched.view.snapshot()[0].report.ready)
+    assert watched.view.snapshot()[0].why_not_ready == "no connection to its port"
+
+
+async def test_a_replica_of_another_base_is_not_ready(
+    watch, start_server, endpoint_of, state_server
+):
+    ours = await start_server()
+    other = await state_server()
+    watched = await watch(
+        endpoint_of(ours, "a"), endpoint_of(ours, "b"), replace(other.endpoint, name="c")
+    )
+    await watched.ready("a")
+    await watched.ready("b")
+    await watched.until(
+        lambda fleet: watched.view.snapshot()[2].why_not_ready == "serves another base model"
+    )
+    assert watched.view.base.model_names == ("tiny", "tiny-alias")
+
+
+async def test_a_burst_of_changes_is_told_together(watch, state_server):
+    server = await state_server()
+    watched = await watch(server.endpoint)
+    await watched.ready("a")
+    before = watched.published
+    for running in range(1, 31):
+        server.change(running)
+    await watched.replica("a", lambda one: one.running == 30)
+    assert watched.published - before < 30
+
+
+async def test_a_subscriber_that_fails_disturbs_nobody(watch, start_server, endpoint_of, listed):
+    server = await start_server()
+    discovery = listed()
+    watched = await watch(discovery)
+    seen: list[Fleet] = []
+
+    def fail(fleet: Fleet) -> None:
+        raise RuntimeError("mine alone")
+
+    watched.view.subscribe(fail)
+    end = watched.view.subscribe(seen.append)
+    discovery.sets.put_nowait((endpoint_of(server),))
+    await watched.ready("a")
+    assert seen[-1] is watched.view.fleet
+    end()
+    count = len(seen)
+    watched.view.suspect("a")
+    await watched.replica("a", lambda one: not one.ready)
+    assert len(seen) == count
+
+
+async def test_the_end_of_discovery_ends_the_view(listed):
+    class Broken(listed):
+        async def watch(self):
+            yield ()
+            raise LookupError("no such service")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await FleetView(Broken(), FleetSettings()).run()
+    assert caught.group_contains(LookupError)
+
+
+async def test_a_follower_that_fails_is_begun_again(
+    watch, start_server, endpoint_of, monkeypatch, caplog
+):
+    class FailsOnce(MuralFollower):
+        failed = False
+
+        async def run(self) -> None:
+            if not FailsOnce.failed:
+                FailsOnce.failed = True
+                raise KeyError("a fault of ours")
+            await super().run()
+
+    monkeypatch.setattr("mural_router.fleet.view.MuralFollower", FailsOnce)
+    watched = await watch(endpoint_of(await start_server()))
+    await watched.ready("a")
+    assert "a fault of ours" in caplog.text
