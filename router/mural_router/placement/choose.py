@@ -180,8 +180,10 @@ class _Chooser:
 
     def _places(self, ordered: Iterable[int]) -> Iterator[int]:
         """The eligible ones among those accepting."""
-        accepting = self._fleet.accepting_set
-        return eligible(self._request, self._fleet, (i for i in ordered if i in accepting))
+        request, accepting = self._request, self._fleet.accepting_set
+        if ordered is self._fleet.accepting and _is_free(request):
+            return iter(ordered)  # All of them: looking at each takes a third of such a choice.
+        return eligible(request, self._fleet, (i for i in ordered if i in accepting))
 
     def _stale_places(self, key: str) -> Iterator[int]:
         """The eligible ones that have not been heard of, where others have."""
@@ -209,11 +211,18 @@ class _Chooser:
         for i in places:
             replica = replicas[i]
             load = loads.get(replica.name, 0.0) / replica.weight
-            if load < least and (not bounded or self._bound.within(replica)):
-                if not self._has_room(replica):
-                    continue
+            if (
+                load < least
+                and (not bounded or self._bound.within(replica))
+                and self._has_room(replica)
+            ):
                 best, least = i, load
         return best
 
     def _has_room(self, replica: Replica) -> bool:
         return has_room(replica, self._loads.of(replica.name), self._policy)
+
+
+def _is_free(request: PlacementRequest) -> bool:
+    """Whether every accepting replica may take it."""
+    return request.adapter is None and request.candidates is None and not request.excluded
