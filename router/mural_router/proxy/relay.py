@@ -251,8 +251,9 @@ class Relay(Caller, Reader):
         """Nothing of an answer was sent: say what happened."""
         fields = self._routed.answer_headers if self._routed is not None else ()
         self._log(error)
-        self._exchange.fail(told(error), fields)
-        self._done(str(error))
+        answer = told(error)
+        self._exchange.fail(answer, fields)
+        self._done(str(error), status=answer.status, replica_failed=error is not answer)
 
     def _break_off(self, error: Exception) -> None:
         """A part of the answer was sent: a stream ends with an error, anything else short."""
@@ -263,13 +264,14 @@ class Relay(Caller, Reader):
             self._exchange.finish()
         else:
             self._exchange.cut()
-        self._done(str(error))
+        # What the router ends by its own word is no fault of the replica.
+        self._done(str(error), replica_failed=not isinstance(error, MuralError))
 
     def _log(self, error: Exception) -> None:
         if self._routed is not None and not isinstance(error, MuralError):
             _log.warning("replica %s: %s", self._routed.endpoint.name, error)
 
-    def _done(self, error: str | None) -> None:
+    def _done(self, error: str | None, *, status: int = 0, replica_failed: bool = False) -> None:
         routed, self._routed = self._routed, None
         if routed is None:
             return
@@ -277,13 +279,14 @@ class Relay(Caller, Reader):
         exchange = self._exchange
         routed.done(
             Outcome(
-                status=self._head.status if self._head is not None else 0,
+                status=self._head.status if self._head is not None else status,
                 prompt_tokens=prompt,
                 completion_tokens=completion,
                 error=error,
                 first_byte_s=self._first_byte_s,
                 total_s=self._loop.time() - exchange.arrived,
                 bytes_sent=exchange.bytes_sent,
+                replica_failed=replica_failed,
             )
         )
 

@@ -103,6 +103,16 @@ class Breakers:
             breaker = self._by_name[replica] = Breaker(self.settings, self._draw)
         return breaker
 
+    def begin(self, replica: str, attempt: object, now: float) -> None:
+        """An attempt goes there."""
+        if replica in self._troubled:
+            self.of(replica).begin(attempt, now)
+
+    def ended(self, replica: str, attempt: object) -> None:
+        """The attempt is over."""
+        if replica in self._troubled:
+            self.of(replica).ended(attempt)
+
     def failed(self, replica: str, attempt: object, now: float) -> None:
         """Count a failure."""
         self.of(replica).failed(attempt, now)

@@ -1,4 +1,4 @@
-"""What routing needs to know of a request's body, and the body with another ``model`` in it.
+"""What routing needs to know of a request's body, and the body as a replica is sent it.
 
 The body is not validated here, the replica does that: what is odd but has a model is passed on.
 Only one thing is strict: the model that was authorised is the one that the replica will read,
@@ -25,6 +25,8 @@ PREFIX_BYTES: Final = 256
 """Of the prompt's JSON: about four blocks of 16 tokens, so that a common system prompt meets."""
 
 _KEY = b'"model"'
+_OPTIONS = b'"stream_options"'
+_ASK_USAGE = b',"stream_options":{"include_usage":true}'
 _MEMBER = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*")')
 # A letter of "model" that is written as an escape: then a key may be "model" without looking so.
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:6[dDfF45cC])")
@@ -75,15 +77,31 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True):
     _at: tuple[int, int] | None
     """Where ``model``'s value stands in ``body``; None: in its first member."""
 
-    def with_model(self, model: str) -> bytes:
-        """The body with another model in it, otherwise the same."""
-        if model == self.model:
+    @property
+    def hides_usage(self) -> bool:
+        """Whether `for_replica` asks for a usage that the client did not ask for."""
+        return self.stream and not self.include_usage
+
+    def for_replica(self, model: str) -> bytes:
+        """The body with another model in it, and with the usage asked for where it streams."""
+        asks = self.hides_usage
+        if model == self.model and not asks:
             return self.body
         value = msgspec.json.encode(model)
-        if self._at is not None:
-            start, end = self._at
-            return b"".join((self.body[:start], value, self.body[end:]))
-        return msgspec.json.encode({**_members.decode(self.body), "model": msgspec.Raw(value)})
+        if self._at is None or (asks and _OPTIONS in self.body):
+            return self._encoded(value, asks)
+        start, end = self._at
+        added = _ASK_USAGE if asks else b""
+        return b"".join((self.body[:start], value, added, self.body[end:]))
+
+    def _encoded(self, model: bytes, asks: bool) -> bytes:
+        members = _members.decode(self.body)
+        members["model"] = msgspec.Raw(model)
+        if asks:
+            options = _or_none(members, "stream_options", dict[str, msgspec.Raw]) or {}
+            options["include_usage"] = msgspec.Raw(b"true")
+            members["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
+        return msgspec.json.encode(members)
 
 
 def inspect_body(data: bytes) -> Inspected:

@@ -29,12 +29,12 @@ def encoded(value: object) -> bytes:
 
 
 def test_a_model_is_replaced_where_it_stands_and_nothing_else_changes() -> None:
-    data = b'{ "stream":true , "model" : "acme:stable","prompt":"say \\"model\\": x" }'
+    data = b'{ "n":1 , "model" : "acme:stable","prompt":"say \\"model\\": x" }'
     body = inspect_body(data)
-    assert (body.model, body.stream) == ("acme:stable", True)
-    expected = b'{ "stream":true , "model" : "acme:v3","prompt":"say \\"model\\": x" }'
-    assert body.with_model("acme:v3") == expected
-    assert body.with_model("acme:stable") is data
+    assert (body.model, body.stream) == ("acme:stable", False)
+    expected = b'{ "n":1 , "model" : "acme:v3","prompt":"say \\"model\\": x" }'
+    assert body.for_replica("acme:v3") == expected
+    assert body.for_replica("acme:stable") is data
 
 
 @given(JSON, st.text(max_size=30), st.text(max_size=30))
@@ -42,7 +42,7 @@ def test_whatever_stands_beside_it_the_rewritten_body_is_the_same_but_for_the_mo
     rest: object, model: str, other: str
 ) -> None:
     members = {"a": rest, "model": model, "b": rest}
-    written = inspect_body(encoded(members)).with_model(other)
+    written = inspect_body(encoded(members)).for_replica(other)
     assert json.loads(written) == {**members, "model": other}
 
 
@@ -62,7 +62,7 @@ def test_of_repeated_models_the_one_that_was_read_is_the_only_one_that_is_sent(
     assert body.model == "globex:v1"
     pairs = json.loads(body.body, object_pairs_hook=list)
     assert [value for key, value in pairs if key == "model"] == ["globex:v1"]
-    pairs = json.loads(body.with_model("globex:v2"), object_pairs_hook=list)
+    pairs = json.loads(body.for_replica("globex:v2"), object_pairs_hook=list)
     assert [value for key, value in pairs if key == "model"] == ["globex:v2"]
 
 
@@ -74,7 +74,7 @@ def test_a_model_among_the_tools_or_the_roles_is_not_the_model() -> None:
     }
     body = inspect_body(encoded(members))
     assert body.model == "acme:v1"
-    assert json.loads(body.with_model("acme:v2")) == {**members, "model": "acme:v2"}
+    assert json.loads(body.for_replica("acme:v2")) == {**members, "model": "acme:v2"}
 
 
 @pytest.mark.parametrize(
@@ -147,3 +147,33 @@ def test_what_the_client_wants_of_usage_and_length_is_read() -> None:
     data = b'{"model":"a","stream":true,"stream_options":{"include_usage":true},"max_tokens":9,'
     body = inspect_body(data + b'"max_completion_tokens":5}')
     assert (body.include_usage, body.max_tokens) == (True, 5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        ',"stream_options":null',
+        ',"stream_options":{}',
+        ',"stream_options":{"include_usage":false,"include_obfuscation":false}',
+    ],
+)
+def test_a_stream_is_asked_for_its_usage_whatever_the_client_wants(options: str) -> None:
+    data = f'{{"model":"acme:v1","stream":true{options},"prompt":"x"}}'.encode()
+    body = inspect_body(data)
+    assert body.hides_usage
+    for model in ("acme:v1", "acme:v2"):
+        sent = json.loads(body.for_replica(model))
+        assert sent["model"] == model
+        assert sent["stream_options"]["include_usage"] is True
+        assert (sent["stream"], sent["prompt"]) == (True, "x")
+    kept = json.loads(body.for_replica("acme:v1"))["stream_options"]
+    assert kept.get("include_obfuscation", False) is False
+
+
+def test_what_is_no_stream_or_asks_for_the_usage_itself_is_left_as_it_is() -> None:
+    for data in (
+        b'{"model":"a","stream":false}',
+        b'{"model":"a","stream":true,"stream_options":{"include_usage":true}}',
+    ):
+        assert inspect_body(data).for_replica("a") is data

@@ -1,0 +1,208 @@
+"""Sends requests to replicas by placement's choice, and keeps account of every attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.report import Base
+from mural_router.placement import (
+    Explanation,
+    Fleet,
+    LoadLedger,
+    PlacementPolicy,
+    PlacementRequest,
+    choose,
+    explain,
+)
+from mural_router.routing.breaker import FAILURES, Breakers
+from mural_router.routing.metrics import RouterMetrics
+
+__all__ = ["Attempt", "Dispatch", "FleetSource"]
+
+
+class FleetSource(Protocol):
+    """What dispatch asks of a `FleetView`."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+
+    @property
+    def base(self) -> Base: ...
+
+    def endpoint(self, name: str) -> Endpoint | None: ...
+
+    def suspect(self, name: str) -> None: ...
+
+    def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]: ...
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One request at one replica, until `Dispatch.end`."""
+
+    endpoint: Endpoint
+    sequences: int
+    reason: str
+    """Of the choice, as placement names it."""
+    digest: str | None
+    """Of what the replica holds under the adapter's name; None: it holds none, or cannot say."""
+    cold: bool
+    """It may have to load the adapter first."""
+    answered: bool = False
+    ended: bool = False
+
+
+class Dispatch:
+    """For one event loop."""
+
+    def __init__(
+        self,
+        source: FleetSource,
+        breakers: Breakers,
+        metrics: RouterMetrics,
+        *,
+        policy: PlacementPolicy,
+        clock: Callable[[], float],
+        freed: Callable[[], None],
+    ) -> None:
+        """``freed`` is told whenever there may be capacity that was not there before."""
+        self.source = source
+        self.breakers = breakers
+        self.policy = policy
+        self.ledger = LoadLedger()
+        self._metrics = metrics
+        self._clock = clock
+        self._freed = freed
+        self._by_authority: dict[str, str] = {}
+        self._least_rank = 0
+        self._least_bytes = 0
+        self._unsubscribe = source.subscribe(self._observe)
+        self._observe(source.fleet)
+
+    def close(self) -> None:
+        """Look at the fleet no more."""
+        self._unsubscribe()
+
+    # -- choosing -----------------------------------------------------------------------------
+
+    def take(self, request: PlacementRequest) -> Attempt | None:
+        """A place for a request, which `end` gives back; None: nobody that may has room."""
+        now = self._clock()
+        choice = choose(
+            self._without_broken(request, now),
+            self.source.fleet,
+            self.ledger.loads,
+            policy=self.policy,
+        )
+        endpoint = None if choice is None else self.source.endpoint(choice.replica.name)
+        if choice is None or endpoint is None:
+            return None
+        residency = None
+        if request.adapter is not None:
+            residency = choice.replica.adapters.get(request.adapter)
+        attempt = Attempt(
+            endpoint=endpoint,
+            sequences=request.sequences,
+            reason=choice.reason,
+            digest=None if residency is None else residency.digest or None,
+            cold=request.adapter is not None
+            and (residency is None or residency.loading or residency.level == "disk"),
+        )
+        self.ledger.start(endpoint.name, request.sequences)
+        self.breakers.begin(endpoint.name, attempt, now)
+        self._metrics.choices[choice.reason] += 1
+        self._metrics.replica(endpoint.name).attempts += 1
+        return attempt
+
+    def explain(self, request: PlacementRequest) -> Explanation:
+        """Why a request would go where it would go."""
+        return explain(
+            self._without_broken(request, self._clock()),
+            self.source.fleet,
+            self.ledger.loads,
+            policy=self.policy,
+        )
+
+    def group(self, request: PlacementRequest) -> Hashable:
+        """Requests that want the same capacity: where one finds none, no other of them will."""
+        if request.candidates is not None:
+            return request.candidates
+        if request.adapter is None:
+            return None
+        facts = self.source.fleet.facts(request.adapter)
+        if facts.rank <= self._least_rank and facts.bytes <= self._least_bytes:
+            return None
+        # Not every replica can hold it: others may find room where this one cannot.
+        return request.adapter
+
+    def names_of(self, authorities: frozenset[str]) -> frozenset[str]:
+        """The replicas at some ``host:port``; unknown ones are left out."""
+        found = (self._by_authority.get(authority) for authority in authorities)
+        return frozenset(name for name in found if name is not None)
+
+    # -- what became of it --------------------------------------------------------------------
+
+    def answered(self, attempt: Attempt, status: int) -> None:
+        """The replica answered with a status."""
+        attempt.answered = True
+        if status in FAILURES:
+            self._count_failure(attempt)
+        else:
+            self.breakers.succeeded(attempt.endpoint.name, attempt, self._clock())
+
+    def unreachable(self, attempt: Attempt) -> None:
+        """No connection, or one that broke before the answer."""
+        self._count_failure(attempt)
+        self.source.suspect(attempt.endpoint.name)
+
+    def failed(self, attempt: Attempt) -> None:
+        """It did not answer in time, or broke off. A cold load that takes long is no failure."""
+        if attempt.answered or not attempt.cold:
+            self._count_failure(attempt)
+
+    def end(self, attempt: Attempt) -> None:
+        """The attempt is over, however it went. Idempotent."""
+        if attempt.ended:
+            return
+        attempt.ended = True
+        self.ledger.finish(attempt.endpoint.name, attempt.sequences)
+        self.breakers.ended(attempt.endpoint.name, attempt)
+        self._freed()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _without_broken(self, request: PlacementRequest, now: float) -> PlacementRequest:
+        broken = self.breakers.excluded(now)
+        if not broken:
+            return request
+        return PlacementRequest(
+            adapter=request.adapter,
+            prefix=request.prefix,
+            session=request.session,
+            sequences=request.sequences,
+            candidates=request.candidates,
+            excluded=request.excluded | broken,
+        )
+
+    def _count_failure(self, attempt: Attempt) -> None:
+        self.breakers.failed(attempt.endpoint.name, attempt, self._clock())
+        self._metrics.replica(attempt.endpoint.name).failures += 1
+
+    def _observe(self, fleet: Fleet) -> None:
+        self.ledger.observe(fleet)
+        names = frozenset(replica.name for replica in fleet.replicas)
+        self.breakers.keep(names)
+        self._metrics.keep(names)
+        self._by_authority = {}
+        for name in names:
+            endpoint = self.source.endpoint(name)
+            if endpoint is not None:
+                self._by_authority[endpoint.authority] = name
+        accepting = [fleet.replicas[i] for i in fleet.accepting]
+        # 0 stands for unknown, which everything fits.
+        self._least_rank = min((each.max_lora_rank or 1 << 30 for each in accepting), default=0)
+        self._least_bytes = min((each.host_bytes or 1 << 60 for each in accepting), default=0)
+        self._freed()

@@ -1,0 +1,300 @@
+"""One request on its way: its attempts, its accounts, and the line that is written at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from mural_resolvers.tenants import Principal
+from mural_resolvers.tracing import Trace
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.limits.limiter import Hold
+from mural_router.limits.queue import Turn
+from mural_router.placement import PlacementRequest
+from mural_router.routing.access_log import AccessLog, AccessRecord, for_log, now_text
+from mural_router.routing.ask import Outcome, Routed
+from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.retry import RetryBudget, may_ask_again
+from mural_router.routing.target import Target
+
+__all__ = ["Admitted", "Forwarded", "RoutedRequest", "Story"]
+
+Headers = tuple[tuple[str, str], ...]
+Identity = Callable[[Endpoint], Headers]
+
+
+class Admitted(NamedTuple):
+    """What a request was given at the door."""
+
+    principal: Principal
+    target: Target
+    placement: PlacementRequest
+    hold: Hold
+    turn: Turn[Attempt]
+    counted: bool
+    """It generates tokens, which its tenant's accounts are settled by."""
+
+
+@dataclass(slots=True)
+class Story:
+    """What is known of a request so far, for the log, the metrics and the trace."""
+
+    request_id: str
+    path: str
+    arrived: float
+    clock: Callable[[], float]
+    metrics: RouterMetrics
+    log: AccessLog | None
+    trace: Trace | None
+    passed_on: Headers
+    """``traceparent`` and the like for the replica."""
+    principal: Principal | None = None
+    asked: str | None = None
+    target: Target | None = None
+    stream: bool = False
+    queued_s: float | None = None
+    digest: str | None = None
+    replica: str | None = None
+    reason: str | None = None
+    attempts: int = 0
+
+    def end(self, *, status: int, error: str | None = None) -> None:
+        """It ended here: refused, or answered by the router itself."""
+        total_s = self.clock() - self.arrived
+        self.finish(Outcome(status=status, error=error, total_s=total_s))
+
+    def finish(self, outcome: Outcome) -> None:
+        """Count it, write its line, end its span."""
+        self._count(outcome)
+        if self.log is not None:
+            self.log.record(self._record(outcome))
+        if self.trace is not None:
+            self._end_trace(self.trace, outcome)
+
+    def _count(self, outcome: Outcome) -> None:
+        metrics = self.metrics
+        metrics.answers[outcome.status] += 1
+        metrics.request_s.observe(outcome.total_s)
+        if outcome.first_byte_s is not None:
+            metrics.first_byte_s.observe(outcome.first_byte_s)
+        if self.queued_s:
+            metrics.queued_s.observe(self.queued_s)
+        metrics.prompt_tokens += outcome.prompt_tokens or 0
+        metrics.completion_tokens += outcome.completion_tokens or 0
+        if self.target is not None and self.target.adapter is not None:
+            self._count_adapter(self.target.model, outcome)
+
+    def _count_adapter(self, name: str, outcome: Outcome) -> None:
+        ok = 200 <= outcome.status < 300 and not outcome.replica_failed
+        numbers = self.metrics.adapter(name, exists=ok and self.replica is not None)
+        if ok:
+            numbers.ok += 1
+            numbers.first_byte_s += outcome.first_byte_s or 0.0
+        elif 400 <= outcome.status < 500:
+            numbers.client_errors += 1
+        elif outcome.status:
+            numbers.server_errors += 1
+        numbers.prompt_tokens += outcome.prompt_tokens or 0
+        numbers.completion_tokens += outcome.completion_tokens or 0
+
+    def _record(self, outcome: Outcome) -> AccessRecord:
+        principal, target = self.principal, self.target
+        alias = None if target is None else target.alias
+        if target is None and self.asked is not None:
+            alias = for_log(self.asked)
+        return AccessRecord(
+            at=now_text(),
+            request_id=self.request_id,
+            path=for_log(self.path),
+            status=outcome.status,
+            tenant=None if principal is None else principal.tenant,
+            key_id=None if principal is None else principal.key_id,
+            asked=alias,
+            adapter=None if target is None or target.adapter is None else target.model,
+            digest=self.digest,
+            replica=self.replica,
+            reason=self.reason,
+            attempts=self.attempts,
+            stream=self.stream,
+            prompt_tokens=outcome.prompt_tokens,
+            completion_tokens=outcome.completion_tokens,
+            queued_s=_rounded(self.queued_s),
+            first_byte_s=_rounded(outcome.first_byte_s),
+            total_s=_rounded(outcome.total_s),
+            bytes_sent=outcome.bytes_sent,
+            error=outcome.error,
+        )
+
+    def _end_trace(self, trace: Trace, outcome: Outcome) -> None:
+        target = self.target
+        trace.set(
+            request_id=self.request_id,
+            tenant=None if self.principal is None else self.principal.tenant,
+            adapter=None if target is None or target.adapter is None else target.model,
+            digest=self.digest,
+            replica=self.replica,
+            reason=self.reason,
+            attempts=self.attempts,
+            queued_s=self.queued_s,
+            first_byte_s=outcome.first_byte_s,
+            prompt_tokens=outcome.prompt_tokens,
+            completion_tokens=outcome.completion_tokens,
+        )
+        trace.end(status=outcome.status, error=outcome.error)
+
+
+class RoutedRequest(Routed):
+    """An admitted inference request, at one replica after another until one answers."""
+
+    def __init__(
+        self,
+        admitted: Admitted,
+        *,
+        body: bytes,
+        stream: bool,
+        hide_usage: bool,
+        story: Story,
+        dispatch: Dispatch,
+        budget: RetryBudget,
+        identity: Identity,
+        clock: Callable[[], float],
+    ) -> None:
+        self.body = body
+        self.stream = stream
+        self.hide_usage = hide_usage
+        self._admitted = admitted
+        self._story = story
+        self._dispatch = dispatch
+        self._budget = budget
+        self._identity = identity
+        self._clock = clock
+        self._tried: frozenset[str] = frozenset()
+        self._done = False
+        self._go_to(admitted.turn.seat)
+
+    def may_retry(self, status: int, mark: str | None) -> bool:
+        return may_ask_again(self.endpoint.engine, status, mark)
+
+    def answered(self, status: int) -> None:
+        self._dispatch.answered(self._attempt, status)
+
+    def retry(self, why: str) -> bool:
+        attempt, metrics = self._attempt, self._story.metrics
+        if not attempt.answered:
+            self._dispatch.unreachable(attempt)
+        self._dispatch.end(attempt)
+        self._tried |= {attempt.endpoint.name}
+        if self._story.trace is not None:
+            self._story.trace.event(f"attempt failed: {why}")
+        if self._story.attempts >= self._budget.settings.attempts:
+            metrics.retries["attempts"] += 1
+            return False
+        if not self._budget.take(self._clock()):
+            metrics.retries["budget"] += 1
+            return False
+        placement = self._admitted.placement
+        taken = self._dispatch.take(
+            PlacementRequest(
+                adapter=placement.adapter,
+                prefix=placement.prefix,
+                session=placement.session,
+                sequences=placement.sequences,
+                candidates=placement.candidates,
+                excluded=self._tried,
+            )
+        )
+        if taken is None:
+            metrics.retries["replicas"] += 1
+            return False
+        metrics.retries["made"] += 1
+        self._go_to(taken)
+        return True
+
+    def done(self, outcome: Outcome) -> None:
+        if self._done:
+            return
+        self._done = True
+        if outcome.replica_failed and not self._attempt.ended:
+            self._dispatch.failed(self._attempt)
+        self._settle(outcome)
+        self._dispatch.end(self._attempt)
+        self._story.finish(outcome)
+
+    def _settle(self, outcome: Outcome) -> None:
+        hold, turn = self._admitted.hold, self._admitted.turn
+        used: int | None = None
+        if outcome.prompt_tokens is not None or outcome.completion_tokens is not None:
+            used = (outcome.prompt_tokens or 0) + (outcome.completion_tokens or 0)
+        elif not self._admitted.counted or outcome.status >= 300:
+            # Refused: nothing was generated. Of a client that left the estimate stays.
+            used = 0
+        if used is not None:
+            hold.settle(used)
+            turn.settle(used)
+        hold.close()
+
+    def _go_to(self, attempt: Attempt) -> None:
+        story, target = self._story, self._admitted.target
+        self._attempt = attempt
+        self.endpoint = attempt.endpoint
+        story.replica, story.reason = attempt.endpoint.name, attempt.reason
+        story.digest = attempt.digest or target.digest
+        story.attempts += 1
+        request_id = ("x-request-id", story.request_id)
+        self.request_headers = (
+            *self._identity(attempt.endpoint),
+            request_id,
+            *story.passed_on,
+        )
+        answer = [request_id, ("x-mural-replica", attempt.endpoint.name)]
+        if target.adapter is not None:
+            answer.append(("x-mural-adapter", target.model))
+            if story.digest is not None:
+                answer.append(("x-mural-digest", story.digest))
+        self.answer_headers = tuple(answer)
+
+
+class Forwarded(Routed):
+    """A request about a tenant's own adapters: passed to one Mural server, or the next."""
+
+    def __init__(self, endpoints: Sequence[Endpoint], identity: Identity, story: Story) -> None:
+        self.body = b""
+        self.stream = self.hide_usage = False
+        self._left = list(endpoints)
+        self._identity = identity
+        self._story = story
+        self._done = False
+        self._go_to(self._left.pop(0))
+
+    def may_retry(self, status: int, mark: str | None) -> bool:
+        # An upload's body has been passed on by then.
+        return False
+
+    def answered(self, status: int) -> None:
+        """Uploads say nothing about how a replica generates."""
+
+    def retry(self, why: str) -> bool:
+        if not self._left:
+            return False
+        self._go_to(self._left.pop(0))
+        return True
+
+    def done(self, outcome: Outcome) -> None:
+        if not self._done:
+            self._done = True
+            self._story.finish(outcome)
+
+    def _go_to(self, endpoint: Endpoint) -> None:
+        story = self._story
+        self.endpoint = endpoint
+        story.replica = endpoint.name
+        story.attempts += 1
+        request_id = ("x-request-id", story.request_id)
+        self.request_headers = (*self._identity(endpoint), request_id, *story.passed_on)
+        self.answer_headers = (request_id, ("x-mural-replica", endpoint.name))
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

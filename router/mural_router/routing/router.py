@@ -1,0 +1,294 @@
+"""The whole of routing: who asks, what is meant, within which limits, and where it goes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Final, NoReturn
+
+from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable
+from mural_resolvers.tenants import Principal
+from mural_resolvers.tracing import Trace, Tracing
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.limits.estimate import estimate_tokens
+from mural_router.limits.limiter import Hold, Limiter
+from mural_router.limits.queue import FairQueue, Turn
+from mural_router.placement import PlacementRequest, order
+from mural_router.routing.access_log import AccessLog
+from mural_router.routing.ask import Ask, Routed, Routing
+from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.identity import Authenticator, upstream_identity
+from mural_router.routing.inspect_body import Inspected, inspect_body
+from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.models import ModelCards
+from mural_router.routing.request import Admitted, Forwarded, RoutedRequest, Story
+from mural_router.routing.retry import RetryBudget
+from mural_router.routing.target import Target, find_target
+from mural_router.routing.versions import Versions
+
+__all__ = ["FleetRouting", "RoutingOptions"]
+
+NOBODY_READY_S: Final = 2.0
+COUNTED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Where tokens are generated; the other paths use none."""
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingOptions:
+    """What may change while requests are on their way.
+
+    ``queue_wait_s``: how long a request waits for capacity. ``shared_names``: registered names
+    that every tenant may use. ``router_token`` and ``vllm_api_key`` are shown to replicas.
+    """
+
+    queue_wait_s: float = 10.0
+    shared_names: frozenset[str] = frozenset()
+    router_token: str | None = None
+    vllm_api_key: str | None = None
+
+
+class FleetRouting(Routing):
+    """Routing over a fleet. For one event loop; what it is given is closed by its owner."""
+
+    def __init__(
+        self,
+        *,
+        auth: Authenticator,
+        versions: Versions,
+        limiter: Limiter,
+        queue: FairQueue[Attempt],
+        dispatch: Dispatch,
+        budget: RetryBudget,
+        metrics: RouterMetrics,
+        log: AccessLog | None,
+        tracing: Tracing | None,
+        options: RoutingOptions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.dispatch = dispatch
+        self.budget = budget
+        self.metrics = metrics
+        self._auth = auth
+        self._versions = versions
+        self._limiter = limiter
+        self._queue = queue
+        self._log = log
+        self._tracing = tracing
+        self._clock = clock
+        self._models = ModelCards(dispatch.source)
+
+    # -- inference ----------------------------------------------------------------------------
+
+    async def route(self, ask: Ask) -> Routed:
+        story = self._begin(ask)
+        hold: Hold | None = None
+        try:
+            principal = self._identify(ask, story)
+            body = inspect_body(ask.body)
+            story.stream = body.stream
+            target = await self._target(principal, ask, body, story)
+            counted = ask.path in COUNTED_PATHS
+            sequences = body.sequences if counted else 1
+            tokens = 1
+            if counted:
+                tokens = estimate_tokens(body.prompt_bytes, body.max_tokens, samples=sequences)
+            hold = await self._limiter.enter(principal, sequences, tokens)
+            placement = self._placement(ask, body, target, sequences)
+            turn = await self._wait(principal, placement, tokens)
+            story.queued_s = turn.waited_s
+            return self._routed(
+                Admitted(principal, target, placement, hold, turn, counted), body, story
+            )
+        except MuralError as error:
+            _give_back(hold)
+            self._refused(story, error)
+        except asyncio.CancelledError:
+            _give_back(hold)
+            story.end(status=0, error="the client left")
+            raise
+        except Exception:
+            _give_back(hold)
+            story.end(status=500, error="internal_error")
+            raise
+
+    def _routed(self, admitted: Admitted, body: Inspected, story: Story) -> Routed:
+        return RoutedRequest(
+            admitted,
+            body=body.for_replica(admitted.target.model),
+            stream=body.stream,
+            hide_usage=body.hides_usage,
+            story=story,
+            dispatch=self.dispatch,
+            budget=self.budget,
+            identity=partial(self._identity, admitted.principal, admitted.target.digest),
+            clock=self._clock,
+        )
+
+    async def _target(
+        self, principal: Principal, ask: Ask, body: Inspected, story: Story
+    ) -> Target:
+        story.asked = body.model
+        source = self.dispatch.source
+        target = await find_target(
+            principal,
+            body.model,
+            source.fleet,
+            source.base,
+            self._versions,
+            shared_names=self.options.shared_names,
+            sticky=ask.headers.get("x-session-id") or body.user,
+        )
+        story.target = target
+        return target
+
+    def _placement(
+        self, ask: Ask, body: Inspected, target: Target, sequences: int
+    ) -> PlacementRequest:
+        candidates = None
+        if ask.candidates is not None:
+            candidates = self.dispatch.names_of(ask.candidates)
+            if not candidates:
+                raise Unavailable("None of the endpoints that may serve this is known here.")
+        return PlacementRequest(
+            adapter=target.adapter,
+            prefix=body.prefix,
+            session=ask.headers.get("x-session-id") or body.user,
+            sequences=sequences,
+            candidates=candidates,
+        )
+
+    async def _wait(
+        self, principal: Principal, placement: PlacementRequest, tokens: int
+    ) -> Turn[Attempt]:
+        wait_s = self.options.queue_wait_s
+        if not self.dispatch.source.fleet.accepting:
+            # Nobody to wait for: a restart may be over in a moment, but a client is told soon.
+            wait_s = min(wait_s, NOBODY_READY_S)
+        return await self._queue.wait(
+            principal.tenant,
+            principal.weight,
+            tokens,
+            partial(self.dispatch.take, placement),
+            timeout_s=wait_s,
+            release=self.dispatch.end,
+            group=self.dispatch.group(placement),
+        )
+
+    # -- a tenant's own adapters --------------------------------------------------------------
+
+    async def forward(self, ask: Ask) -> Routed:
+        story = self._begin(ask)
+        try:
+            principal = self._identify(ask, story)
+            endpoints = self._servers(principal)
+            if not endpoints:
+                raise Unavailable("No Mural server is ready to take this.")
+            return Forwarded(endpoints, partial(self._identity, principal, None), story)
+        except MuralError as error:
+            self._refused(story, error)
+
+    def _servers(self, principal: Principal) -> list[Endpoint]:
+        """Ready Mural servers; a tenant's come in one order, since each counts its uploads."""
+        source = self.dispatch.source
+        ordered = order(f"{principal.tenant or ''}/", source.fleet)
+        found = [source.endpoint(replica.name) for replica in ordered if replica.ready]
+        return [each for each in found if each is not None and each.engine == "mural"]
+
+    # -- models -------------------------------------------------------------------------------
+
+    async def models(self, ask: Ask) -> bytes:
+        story = self._begin(ask)
+        try:
+            principal = self._identify(ask, story)
+            data = self._models.listed(principal, self.options.shared_names)
+        except MuralError as error:
+            self._refused(story, error)
+        story.end(status=200)
+        return data
+
+    async def model(self, ask: Ask, name: str) -> bytes:
+        story = self._begin(ask)
+        hold: Hold | None = None
+        try:
+            principal = self._identify(ask, story)
+            # It may ask the store, so it counts as the other requests do.
+            hold = await self._limiter.enter(principal, 1, 1)
+            source = self.dispatch.source
+            story.asked = name
+            story.target = await find_target(
+                principal,
+                name,
+                source.fleet,
+                source.base,
+                self._versions,
+                shared_names=self.options.shared_names,
+            )
+            data = self._models.card(story.target)
+            if data is None:
+                raise AdapterNotFound("The model does not exist.")
+        except MuralError as error:
+            self._refused(story, error)
+        finally:
+            _give_back(hold)
+        story.end(status=200)
+        return data
+
+    # -- what all share -----------------------------------------------------------------------
+
+    def _begin(self, ask: Ask) -> Story:
+        now = self._clock()
+        self.budget.request(now)
+        sent = ask.headers.get("x-request-id", "")
+        known = _REQUEST_ID.fullmatch(sent) is not None
+        request_id = sent if known else f"req-{random.getrandbits(128):032x}"
+        trace: Trace | None = None
+        if self._tracing is not None:
+            trace = self._tracing.start(f"{ask.method} {ask.path}", ask.headers)
+        return Story(
+            request_id=request_id,
+            path=ask.path,
+            arrived=now,
+            clock=self._clock,
+            metrics=self.metrics,
+            log=self._log,
+            trace=trace,
+            passed_on=_trace_headers(ask, trace),
+        )
+
+    def _identify(self, ask: Ask, story: Story) -> Principal:
+        principal = self._auth.principal(ask.authorization)
+        story.principal = principal
+        return principal
+
+    def _identity(
+        self, principal: Principal, digest: str | None, endpoint: Endpoint
+    ) -> tuple[tuple[str, str], ...]:
+        options = self.options
+        token = options.vllm_api_key if endpoint.engine == "vllm" else options.router_token
+        return upstream_identity(endpoint.engine, principal, token=token, digest=digest)
+
+    def _refused(self, story: Story, error: MuralError) -> NoReturn:
+        self.metrics.refusals[error.code] += 1
+        story.end(status=error.status, error=error.code)
+        raise error
+
+
+def _give_back(hold: Hold | None) -> None:
+    if hold is not None:
+        hold.settle(0)
+        hold.close()
+
+
+def _trace_headers(ask: Ask, trace: Trace | None) -> tuple[tuple[str, str], ...]:
+    """The router's own span in place of the client's, where there is one."""
+    headers = ask.headers if trace is None else trace.headers
+    names = ("traceparent", "tracestate")
+    return tuple((name, headers[name]) for name in names if name in headers)

@@ -1,0 +1,242 @@
+"""Every setting of the router: one YAML file, flags over it, checked together.
+
+A field says its unit in its name. What `RELOADED` names takes effect when the file changes, the
+rest at the next start.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from mural_resolvers.errors import InvalidInput
+from mural_resolvers.redaction import redacted
+from mural_resolvers.strict_yaml import parse_yaml
+from mural_router.fleet.static import StaticDiscovery, parse_endpoint
+from mural_router.placement import PlacementPolicy
+from mural_router.routing.breaker import BreakerSettings
+from mural_router.routing.identity import RouterAuth
+from mural_router.routing.retry import RetrySettings
+from mural_router.routing.versions import VersionSettings
+
+__all__ = [
+    "RELOADED",
+    "Discovered",
+    "Queueing",
+    "RouterSettings",
+    "Secrets",
+    "convert_settings",
+    "is_loopback",
+    "merged",
+    "read_config",
+]
+
+MAX_CONFIG_BYTES: Final = 1 << 20
+
+RELOADED: Final = frozenset(
+    {"replicas", "shared_names", "aliases_file", "versions", "queue", "retry", "breaker"}
+    | {"placement"}
+)
+"""Settings that a running router takes over from a changed file."""
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class Queueing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Requests that wait while the fleet is full."""
+
+    wait_s: float = 10.0
+    """Longest wait for capacity, then 503."""
+    max_waiting: int = 10_000
+    max_waiting_per_tenant: int = 200
+    """Beyond it 429."""
+
+
+class Secrets(msgspec.Struct, frozen=True, kw_only=True):
+    """What is never in the file: from the environment, or files of their own."""
+
+    api_keys: tuple[str, ...] = ()
+    """Admin keys of the router."""
+    router_token: str | None = None
+    """Shown to Mural servers, which then believe who the router says is asking."""
+    control_token: str | None = None
+    vllm_api_key: str | None = None
+    redis_url: str | None = None
+    """``redis[s]://[user:password@]host:port/db``: limits are counted there, over all routers."""
+
+
+class Discovered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How replicas are followed."""
+
+    stale_after_s: float = 12.0
+    """Silence after which a replica's state is not trusted any more."""
+
+
+class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a router is started with."""
+
+    host: str | None = None
+    """None: every interface, except loopback under ``auth: open``."""
+    port: int = 8080
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = 9090
+    """Of metrics and debug pages; None: none."""
+
+    replicas: tuple[str, ...] = ()
+    """``http[s]://host:port[,engine=vllm][,name=…][,control=PORT][,weight=N]``."""
+    fleet: Discovered = Discovered()
+
+    auth: RouterAuth | None = None
+    """None: keys where a tenants file or an admin key is given, else open."""
+    tenants_file: str | None = None
+    shared_names: tuple[str, ...] = ()
+    """Names that an admin registered on the replicas and that every tenant may use."""
+
+    store: str | None = None
+    """Where aliases and versions are looked up: a folder or ``s3://…``."""
+    aliases_file: str | None = None
+    """Aliases by adapter, in place of those of the store."""
+    versions: VersionSettings = VersionSettings()
+
+    queue: Queueing = Queueing()
+    retry: RetrySettings = RetrySettings()
+    breaker: BreakerSettings = BreakerSettings()
+    placement: PlacementPolicy = PlacementPolicy()
+
+    access_log: str | None = "-"
+    """A file, ``-`` for standard output; None: none is written."""
+    otlp_traces_endpoint: str | None = None
+    trace_sample_ratio: float = 1.0
+    metrics_adapters: int = 50
+    """Versions with a label of their own; the rest are ``other``."""
+    shutdown_grace_s: float = 30.0
+    log_level: LogLevel = "info"
+
+    def resolved_auth(self, secrets: Secrets) -> RouterAuth:
+        """The mode that holds."""
+        if self.auth is not None:
+            return self.auth
+        return "keys" if self.tenants_file or secrets.api_keys else "open"
+
+    def resolved_host(self, secrets: Secrets) -> str:
+        """The address that is listened on."""
+        if self.host is not None:
+            return self.host
+        return "127.0.0.1" if self.resolved_auth(secrets) == "open" else "0.0.0.0"
+
+    def validate(self, secrets: Secrets) -> None:
+        """Raise ``InvalidInput`` with the first thing that cannot work, and what to change."""
+        for holds, message in (*self._address_rules(), *self._bound_rules()):
+            if not holds:
+                raise InvalidInput(message)
+        keys = bool(self.tenants_file or secrets.api_keys)
+        if self.auth == "keys" and not keys:
+            raise InvalidInput("auth is keys, but there is no key: give a tenants_file.")
+        if self.auth == "open" and keys:
+            raise InvalidInput("auth is open, but keys are given: leave one of them out.")
+        try:
+            StaticDiscovery(parse_endpoint(text) for text in self.replicas)
+        except ValueError as error:
+            raise InvalidInput(f"replicas: {error}.") from None
+
+    def _address_rules(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (0 <= self.port < 1 << 16, f"port is {self.port}: set it from 0 to 65535."),
+            (
+                self.admin_port is None or 0 <= self.admin_port < 1 << 16,
+                f"admin_port is {self.admin_port}: set it from 0 to 65535.",
+            ),
+            (
+                not self.port or self.port != self.admin_port,
+                f"The admin pages need a port of their own, but both are {self.port}.",
+            ),
+            *(
+                (path is None or Path(path).is_file(), f"{name}: there is no file {path}.")
+                for name, path in (
+                    ("tenants_file", self.tenants_file),
+                    ("aliases_file", self.aliases_file),
+                )
+            ),
+        )
+
+    def _bound_rules(self) -> tuple[tuple[bool, str], ...]:
+        positive = {
+            "queue.wait_s": self.queue.wait_s,
+            "queue.max_waiting": self.queue.max_waiting,
+            "queue.max_waiting_per_tenant": self.queue.max_waiting_per_tenant,
+            "versions.ttl_s": self.versions.ttl_s,
+            "versions.timeout_s": self.versions.timeout_s,
+            "versions.max_adapters": self.versions.max_adapters,
+            "retry.attempts": self.retry.attempts,
+            "breaker.failures": self.breaker.failures,
+            "breaker.open_s": self.breaker.open_s,
+            "fleet.stale_after_s": self.fleet.stale_after_s,
+        }
+        return (
+            *(
+                (value > 0, f"{name}: a number above 0 is wanted.")
+                for name, value in positive.items()
+            ),
+            (self.retry.ratio >= 0, "retry.ratio: 0 or more is wanted."),
+            (self.retry.min_per_s >= 0, "retry.min_per_s: 0 or more is wanted."),
+            (0 <= self.trace_sample_ratio <= 1, "trace_sample_ratio: 0 to 1 is wanted."),
+            (self.metrics_adapters >= 0, "metrics_adapters: 0 or more is wanted."),
+            (self.shutdown_grace_s >= 0, "shutdown_grace_s: 0 or more is wanted."),
+        )
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """The file as text and mappings; raise ``InvalidInput`` for what is no mapping in YAML."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise InvalidInput(f"The settings cannot be read: {path}: {error.strerror}.") from None
+    if len(data) > MAX_CONFIG_BYTES:
+        raise InvalidInput(f"{path} is larger than {MAX_CONFIG_BYTES} bytes.")
+    try:
+        found = parse_yaml(data)
+    except InvalidInput as error:
+        raise InvalidInput(f"{path}: {error.message}") from None
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise InvalidInput(f"{path}: settings by name are wanted.")
+    return {str(name): value for name, value in found.items()}
+
+
+def merged(under: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
+    """Both together: where both say something, ``over`` holds; mappings are gone into."""
+    result = dict(under)
+    for name, value in over.items():
+        below = result.get(name)
+        if isinstance(value, dict) and isinstance(below, dict):
+            result[name] = merged(below, value)
+        else:
+            result[name] = value
+    return result
+
+
+def convert_settings(raw: Mapping[str, object]) -> RouterSettings:
+    """Read settings; raise ``InvalidInput`` naming the place that is wrong, never a value."""
+    try:
+        return msgspec.convert(dict(raw), RouterSettings, strict=False)
+    except msgspec.ValidationError as error:
+        problem, found, place = str(error).rpartition(" - at `$")
+        where = f"{place.rstrip('`').lstrip('.')}: " if found else ""
+        text = (problem if found else str(error)).replace("`", "")
+        raise InvalidInput(f"settings: {where}{redacted(text)}.") from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
