@@ -60,6 +60,7 @@ class Member(Listener):
         self._gone = False
         self._suspected = False
         self._restarts = 0
+        self._heard_reports = 0
         self._probe: asyncio.Task[None] | None = None
         self._follower = tasks.create_task(self._follow(), name=f"following {endpoint.name}")
 
@@ -89,6 +90,7 @@ class Member(Listener):
         if self.report is not None and report.boot_id != self.report.boot_id:
             self._restarts += 1
         self.report = report
+        self._heard_reports += 1
         self._alive()
         self._changed()
 
@@ -172,6 +174,7 @@ class Member(Listener):
             ready=self.why_not_ready(base) is None,
             stale=self.stale,
             reports=report.reports,
+            report=self._heard_reports,
             slots=report.slots,
             host_bytes=report.host_bytes,
             max_lora_rank=report.max_lora_rank,
