@@ -12,7 +12,7 @@ import ssl
 from abc import ABC, abstractmethod
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
 from mural_resolvers.errors import MuralError, TooLarge, Unavailable
 from mural_router.http.chunks import ChunkDecoder, ChunkError
@@ -219,8 +219,8 @@ class _Connection(asyncio.Protocol, Watched):
     # -- the transport's calls --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports are no subclass of asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
         self.deadline = self._watch.now + self._settings.keep_alive_s
         if not self._server.admit(self):
             self.keep = False

@@ -7,7 +7,7 @@ import ssl
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, cast
 
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.chunks import ChunkDecoder, ChunkError
@@ -126,8 +126,8 @@ class ReplicaConnection(asyncio.Protocol, Watched):
     # -- the transport's calls --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        # uvloop's transports are no subclass of asyncio's.
+        self.transport = cast("asyncio.Transport", transport)
         self._pool.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -24,7 +24,7 @@ Usage = tuple[int, int]
 
 
 def find_usage(text: bytes) -> Usage | None:
-    """The counts of the last usage object in ``text`` that tells a prompt's; None: there is none."""
+    """The counts of the last usage object in ``text``; None: there is none."""
     start = -1
     for match in _START.finditer(text):
         start = match.end()
