@@ -24,6 +24,7 @@ __all__ = ["ServeCommand", "engine_settings", "serve", "server_settings"]
 
 RUNTIME_UPDATING_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 CONTROL_TOKEN_VARIABLE = "MURAL_CONTROL_TOKEN"
+ROUTER_TOKEN_VARIABLE = "MURAL_ROUTER_TOKEN"
 API_KEY_VARIABLE = "MURAL_API_KEY"
 MAX_TOKEN_FILE_BYTES = 4096
 
@@ -95,12 +96,12 @@ def server_settings(given: Mapping[str, object], environment: Mapping[str, str])
     if key := environment.get(API_KEY_VARIABLE):
         keys = fields.get("api_key")
         fields["api_key"] = [*(keys if isinstance(keys, list) else ()), key]
-    token = environment.get(CONTROL_TOKEN_VARIABLE)
-    token_file = given.get("control_token_file")
-    if isinstance(token_file, str):
-        token = _read_secret(token_file)
-    if token:
-        fields["control_token"] = token
+    for field, variable in (
+        ("control_token", CONTROL_TOKEN_VARIABLE),
+        ("router_token", ROUTER_TOKEN_VARIABLE),
+    ):
+        if token := _token(given, environment, field, variable):
+            fields[field] = token
     if given.get("no_control"):
         fields["control_port"] = None
     return _converted(fields, ServerSettings)
@@ -117,16 +118,26 @@ def _converted(fields: dict[str, object], kind: type[Settings]) -> Settings:
         raise SettingsError(f"{error}") from None
 
 
-def _read_secret(path: str) -> str:
+def _token(
+    given: Mapping[str, object], environment: Mapping[str, str], field: str, variable: str
+) -> str | None:
+    """A token of its file, or else of the environment."""
+    path = given.get(f"{field}_file")
+    if isinstance(path, str):
+        return _read_secret(path, f"--{field.replace('_', '-')}-file")
+    return environment.get(variable)
+
+
+def _read_secret(path: str, flag: str) -> str:
     try:
         with open(path, encoding="ascii") as file:
             secret = file.read(MAX_TOKEN_FILE_BYTES).strip()
     except OSError as error:
-        raise SettingsError(f"--control-token-file: {path}: {error.strerror}.") from None
+        raise SettingsError(f"{flag}: {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise SettingsError(f"--control-token-file: {path} is not ASCII text.") from None
+        raise SettingsError(f"{flag}: {path} is not ASCII text.") from None
     if not secret:
-        raise SettingsError(f"--control-token-file: {path} is empty.")
+        raise SettingsError(f"{flag}: {path} is empty.")
     return secret
 
 
@@ -369,6 +380,11 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssl-certfile", metavar="FILE", help="serve TLS with this certificate")
     group.add_argument("--ssl-keyfile", metavar="FILE", help="and its key")
     group.add_argument(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="verify client certificates with these (default: none is asked for)",
+    )
+    group.add_argument(
         "--max-body-bytes",
         type=_size,
         metavar="BYTES",
@@ -410,9 +426,22 @@ def _add_access_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("access")
     group.add_argument(
         "--auth",
-        choices=("keys", "open"),
+        choices=("keys", "router", "open"),
         help="default: keys where a key is given, else open, which listens on loopback unless "
-        "--host says otherwise",
+        "--host says otherwise; router: a router has authenticated and authorised, and says who "
+        "asks, with a proof that it is one",
+    )
+    group.add_argument(
+        "--router-token-file",
+        metavar="FILE",
+        help=f"holds the token that proves a router (or {ROUTER_TOKEN_VARIABLE})",
+    )
+    group.add_argument(
+        "--router-cert-name",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="DNS names or URIs of client certificates that prove a router (needs --ssl-ca-certs)",
     )
     group.add_argument(
         "--api-key",

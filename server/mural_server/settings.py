@@ -35,7 +35,7 @@ MiB = 1 << 20
 GiB = 1 << 30
 
 DType = Literal["auto", "float32", "bfloat16"]
-AuthMode = Literal["keys", "open"]
+AuthMode = Literal["keys", "router", "open"]
 OpsBackend = Literal["auto", "reference", "packed"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -49,6 +49,7 @@ ADAPTER_SHARE = 0.10
 ADAPTER_MIN_BYTES = 64 * MiB
 ADAPTER_MAX_BYTES = 4 * GiB
 MAX_LORA_RANK_LIMIT = 512
+MIN_TOKEN_CHARS = 16
 
 
 class SettingsError(ValueError):
@@ -266,6 +267,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: tuple[str, ...] = ()
     """Admin keys."""
     tenants_file: str | None = None
+    """Under ``auth="router"`` for the sources and the upload quotas of tenants alone."""
+    router_token: str | None = None
+    """Proves a router, in ``Authorization``."""
+    router_cert_name: tuple[str, ...] = ()
+    """DNS names or URIs of client certificates that prove a router."""
     audit_log: str | None = None
     """File of the actions of admins, a JSON line each; None: the log, as ``mural.audit``."""
     allow_runtime_lora_updating: bool = False
@@ -276,6 +282,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 8 * MiB
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    """What client certificates are verified with; None: none is asked for."""
     log_level: LogLevel = "info"
     chat_template: str | None = None
     """A template file for the base, in place of the tokenizer's own."""
@@ -332,11 +340,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 (self.ssl_certfile is None) == (self.ssl_keyfile is None),
                 "TLS needs both --ssl-certfile and --ssl-keyfile.",
             ),
+            (
+                self.ssl_ca_certs is None or self.ssl_certfile is not None,
+                "--ssl-ca-certs is of use on a TLS port only: give --ssl-certfile.",
+            ),
             *(
                 (path is None or Path(path).is_file(), f"{flag}: there is no file {path}.")
                 for flag, path in (
                     ("--ssl-certfile", self.ssl_certfile),
                     ("--ssl-keyfile", self.ssl_keyfile),
+                    ("--ssl-ca-certs", self.ssl_ca_certs),
                     ("--chat-template", self.chat_template),
                     ("--tenants-file", self.tenants_file),
                     ("--adapter-sources", self.adapter_sources),
@@ -365,18 +378,47 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 "--auth open ignores keys: leave out --tenants-file and --api-key, or use "
                 "--auth keys.",
             ),
+            *self._router_rules(),
             (
                 all(len(key) >= 8 and key.isascii() and key.isprintable() for key in self.api_key),
                 "An API key has at least 8 printable ASCII characters.",
             ),
         )
 
+    def _router_rules(self) -> tuple[tuple[bool, str], ...]:
+        proven = self.router_token is not None or bool(self.router_cert_name)
+        token = self.router_token or ""
+        return (
+            (
+                self.auth == "router" or not proven,
+                "A router's token or certificate is of use with --auth router only.",
+            ),
+            (
+                self.auth != "router" or proven,
+                "--auth router needs a proof of the router: give --router-token-file, or "
+                "--router-cert-name with --ssl-ca-certs.",
+            ),
+            (
+                self.auth != "router" or not self.api_key,
+                "--auth router takes no keys of clients: leave out --api-key.",
+            ),
+            (
+                not self.router_cert_name or self.ssl_ca_certs is not None,
+                "--router-cert-name needs --ssl-ca-certs, with which certificates are verified.",
+            ),
+            (
+                self.router_token is None
+                or (len(token) >= MIN_TOKEN_CHARS and token.isascii() and token.isprintable()),
+                f"A router's token has at least {MIN_TOKEN_CHARS} printable ASCII characters.",
+            ),
+        )
+
     def _upload_rules(self) -> tuple[tuple[bool, str], ...]:
         return (
             (
-                self.upload_store is None or self.resolved_auth == "keys",
+                self.upload_store is None or self.resolved_auth != "open",
                 "--upload-store needs keys, since an upload belongs to a tenant: give "
-                "--tenants-file or --api-key.",
+                "--tenants-file or --api-key, or use --auth router.",
             ),
             (
                 self.upload_ttl_s >= 0,

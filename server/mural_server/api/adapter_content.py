@@ -50,21 +50,21 @@ class AliasCards(msgspec.Struct, frozen=True, kw_only=True):
 
 async def retrieve_manifest(state: AppState, request: Request, text: str) -> Response:
     """The ``manifest.json`` of an exact name."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     manifest = await uploads.manifest(principal, parse_name(text))
     return Response(manifest.to_json(), media_type="application/json")
 
 
 async def retrieve_file(state: AppState, request: Request, text: str, path: str) -> Response:
     """One of the files that the manifest lists, as it is read."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     opened = uploads.open_file(principal, parse_name(text), path)
     return _FileResponse(opened, uploads.settings.deadline_s)
 
 
 async def list_aliases(state: AppState, request: Request, tenant: str, adapter: str) -> Response:
     """The aliases of one adapter."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     name = AdapterName(tenant, adapter, LATEST)
     return json_answer(AliasCards.of(name, await uploads.aliases(principal, name)))
 
@@ -73,7 +73,7 @@ async def put_alias(
     state: AppState, request: Request, tenant: str, adapter: str, alias_name: str
 ) -> Response:
     """Point an alias at versions, by weight; answers with all aliases of the adapter."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     alias = AdapterName(tenant, adapter, alias_name)
     uploads.check_own(principal, alias)
     body = await read_request(request, AliasRequest, MAX_BODY_BYTES)
@@ -87,7 +87,7 @@ async def delete_alias(
     state: AppState, request: Request, tenant: str, adapter: str, alias_name: str
 ) -> Response:
     """Remove an alias, if there is one; answers with those that are left."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     alias = AdapterName(tenant, adapter, alias_name)
     with told(state, principal, "unalias", alias.exact):
         aliases = await uploads.set_alias(principal, alias, ())

@@ -1,4 +1,4 @@
-"""Who is asking: keys of the tenants file, admin keys of the command line, or anyone."""
+"""Who is asking: keys of the tenants file, admin keys of the command line, a router, or anyone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 
 from mural_resolvers.errors import Forbidden, Unauthorized
 from mural_resolvers.tenants import ADMIN, ANYONE, Principal, TenantsFile
+from mural_server.api.router_identity import Caller, RouterIdentity
 from mural_server.settings import AuthMode
 
 __all__ = ["Authenticator"]
@@ -33,20 +35,45 @@ class Authenticator:
         *,
         admin_keys: Iterable[str] = (),
         tenants: TenantsFile | None = None,
+        router: RouterIdentity | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.mode = mode
         self._admin_hashes = tuple(hashlib.sha256(key.encode()).digest() for key in admin_keys)
         self.tenants = tenants
+        self._router = router
         self._clock = clock
 
-    def principal(self, headers: Headers) -> Principal:
+    def principal(self, request: Request) -> Principal:
         """Raise `Unauthorized`, with one message whatever was wrong.
 
-        ``x-mural-*`` headers are a router's to set and are not believed in these modes.
+        ``x-mural-*`` headers are a router's to set, and are believed in its mode alone.
         """
         if self.mode == "open":
             return ANYONE
+        if self._router is not None:
+            return self._router.principal(request)
+        return self._holder(request.headers)
+
+    def caller(self, request: Request) -> Caller:
+        """As `principal`, of an inference, whose name a router has authorised already."""
+        if self._router is not None:
+            return self._router.caller(request)
+        return Caller(self.principal(request))
+
+    def admin(self, request: Request) -> Principal:
+        """The principal, if it may change what the server holds; else raise `Forbidden`.
+
+        In the open mode there are no keys to tell an admin by: whoever reaches the port is one.
+        A router is none: what it passes on comes from tenants.
+        """
+        principal = self.principal(request)
+        if self.mode != "open" and not principal.is_admin:
+            raise Forbidden("This key may not load or unload adapters.")
+        return principal
+
+    def _holder(self, headers: Headers) -> Principal:
+        """Whose key it is."""
         sent = headers.getlist("authorization")
         if len(sent) != 1 or len(sent[0]) > MAX_AUTHORIZATION_CHARS:
             raise Unauthorized()
@@ -55,16 +82,6 @@ class Authenticator:
         if self.tenants is None:
             raise Unauthorized()
         return self.tenants.ring.authenticate(sent[0], self._clock())
-
-    def admin(self, headers: Headers) -> Principal:
-        """The principal, if it may change what the server holds; else raise `Forbidden`.
-
-        In the open mode there are no keys to tell an admin by: whoever reaches the port is one.
-        """
-        principal = self.principal(headers)
-        if self.mode == "keys" and not principal.is_admin:
-            raise Forbidden("This key may not load or unload adapters.")
-        return principal
 
     def _is_admin_key(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")

@@ -83,7 +83,7 @@ class ChatAnswer(Answer[ChatChoice], kw_only=True):
 
 async def create_chat_completion(state: AppState, request: Request) -> Response:
     """Answer one request; raises every refusal as a `MuralError`."""
-    principal = state.auth.principal(request.headers)
+    caller = state.auth.caller(request)
     body = await read_request(request, ChatCompletionRequest, state.settings.max_body_bytes)
 
     async def make_plan(served: ServedModel) -> Plan:
@@ -91,7 +91,7 @@ async def create_chat_completion(state: AppState, request: Request) -> Response:
 
     run = Run(
         state,
-        principal,
+        caller,
         request_id=new_id("chatcmpl"),
         model=body.model,
         sequences=body.n or 1,

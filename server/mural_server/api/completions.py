@@ -56,7 +56,7 @@ class WholeChoice(CompletionChoice, kw_only=True, omit_defaults=False):
 
 async def create_completion(state: AppState, request: Request) -> Response:
     """Answer one request; raises every refusal as a `MuralError`."""
-    principal = state.auth.principal(request.headers)
+    caller = state.auth.caller(request)
     body = await read_request(request, CompletionRequest, state.settings.max_body_bytes)
 
     async def make_plan(served: ServedModel) -> Plan:
@@ -64,7 +64,7 @@ async def create_completion(state: AppState, request: Request) -> Response:
 
     run = Run(
         state,
-        principal,
+        caller,
         request_id=new_id("cmpl"),
         model=body.model,
         sequences=len(body.prompts) * (body.n or 1),

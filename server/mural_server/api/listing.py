@@ -42,13 +42,13 @@ class ModelList(msgspec.Struct):
 
 async def list_models(state: AppState, request: Request) -> Response:
     """What the caller may use: the base under each of its names, then adapters."""
-    cards = _cards(state, state.auth.principal(request.headers))
+    cards = _cards(state, state.auth.principal(request))
     return Response(msgspec.json.encode(ModelList(cards)), media_type="application/json")
 
 
 async def retrieve_model(state: AppState, request: Request, name: str) -> Response:
     """One model; raises as a request for it would."""
-    principal = state.auth.principal(request.headers)
+    principal = state.auth.principal(request)
     # It may ask the sources, so it counts as the other requests do.
     with closing(state.accounts.enter(principal, 1, time.monotonic())):
         served = await state.catalog.find(principal, name)

@@ -75,7 +75,7 @@ async def _name(request: Request) -> str:
 def _admin(state: AppState, request: Request) -> Principal:
     if not state.settings.allow_runtime_lora_updating:
         raise RuntimeUpdatesOff
-    return state.auth.admin(request.headers)
+    return state.auth.admin(request)
 
 
 def _told(freed: FreedBytes) -> str:

@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack, aclosing
 from typing import NamedTuple
 
 from mural_resolvers.errors import MuralError, Unavailable
-from mural_resolvers.tenants import Principal, Ticket
+from mural_resolvers.tenants import Ticket
+from mural_server.api.router_identity import Caller
 from mural_server.api.state import AppState
 from mural_server.catalog import ServedModel
 from mural_server.generation import GenerateRequest, RequestUpdate
@@ -44,7 +45,7 @@ class Run:
     def __init__(
         self,
         state: AppState,
-        principal: Principal,
+        caller: Caller,
         *,
         request_id: str,
         model: str,
@@ -56,7 +57,8 @@ class Run:
         self.cached_by_prompt: dict[int, int] = {}
         self.completion_tokens = 0
         self._state = state
-        self._principal = principal
+        self._caller = caller
+        self._principal = caller.principal
         self._model = model
         self._sequences = sequences
         self._cache_salt = cache_salt
@@ -94,6 +96,7 @@ class Run:
             self.served = await held.enter_async_context(
                 self._state.catalog.use(self._principal, self._model)
             )
+            self._caller.check(self.served)
             self.plan = await self._make_plan(self.served)
             streams = [
                 self._state.generator.stream(self._request(place))

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -33,6 +34,7 @@ from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
 from mural_server.api.control import create_control_app
 from mural_server.api.http_protocol import OpenAIHttpProtocol
 from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector
+from mural_server.api.router_identity import RouterIdentity
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed
@@ -259,7 +261,14 @@ def _authenticator(settings: ServerSettings) -> Authenticator:
             tenants = TenantsFile(Path(settings.tenants_file))
         except MuralError as error:
             raise SettingsError(f"--tenants-file: {error.message}") from None
-    return Authenticator(settings.resolved_auth, admin_keys=settings.api_key, tenants=tenants)
+    router = None
+    if settings.resolved_auth == "router":
+        router = RouterIdentity(
+            token=settings.router_token, cert_names=settings.router_cert_name, tenants=tenants
+        )
+    return Authenticator(
+        settings.resolved_auth, admin_keys=settings.api_key, tenants=tenants, router=router
+    )
 
 
 def _bind_all(settings: ServerSettings) -> list[socket.socket]:
@@ -301,6 +310,8 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
     if settings.resolved_auth == "open":
         reach = "this machine" if is_loopback(settings.resolved_host) else "THE NETWORK"
         logger.info("auth open: no key is asked for, and %s can reach the port", reach)
+    elif settings.resolved_auth == "router":
+        logger.info("auth router: every request comes from a router, by %s", _proofs(settings))
     else:
         logger.info("auth keys: every request needs an API key (%s)", _known_keys(state))
     scheme = "http" if settings.ssl_certfile is None else "https"
@@ -311,6 +322,12 @@ def _log_start(state: AppState, sockets: list[socket.socket]) -> None:
 def _sources(settings: ServerSettings) -> str:
     found = [str(source) for source in settings.sources().resolvers]
     return ", ".join([*found, *(["uploads"] if settings.upload_store else [])])
+
+
+def _proofs(settings: ServerSettings) -> str:
+    token = ["its token"] if settings.router_token is not None else []
+    names = [f"a certificate of {name}" for name in settings.router_cert_name]
+    return " or ".join([*token, *names])
 
 
 def _known_keys(state: AppState) -> str:
@@ -351,6 +368,9 @@ def _server(app: ASGIApp, settings: ServerSettings) -> _Server:
             timeout_graceful_shutdown=int(FLUSH_S),
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            # Probes and gateways come without a certificate; who needs one is refused with 401.
+            ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_OPTIONAL,
         )
     )
 

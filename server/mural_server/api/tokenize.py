@@ -31,10 +31,11 @@ class Detokenized(msgspec.Struct):
 
 async def tokenize(state: AppState, request: Request) -> Response:
     """The token ids of a prompt, or of a conversation as its template renders it."""
-    principal = state.auth.principal(request.headers)
+    caller = state.auth.caller(request)
     body = await read_request(request, TokenizeRequest, state.settings.max_body_bytes)
-    with _admitted(state, principal):
-        served = await state.catalog.find(principal, body.model)
+    with _admitted(state, caller.principal):
+        served = await state.catalog.find(caller.principal, body.model)
+        caller.check(served)
         if body.messages is not None:
             text = await state.texts.render_chat(served, body.messages, body)
             special = body.add_special_tokens or False
@@ -48,10 +49,10 @@ async def tokenize(state: AppState, request: Request) -> Response:
 
 async def detokenize(state: AppState, request: Request) -> Response:
     """The text of token ids."""
-    principal = state.auth.principal(request.headers)
+    caller = state.auth.caller(request)
     body = await read_request(request, DetokenizeRequest, state.settings.max_body_bytes)
-    with _admitted(state, principal):
-        await state.catalog.find(principal, body.model)
+    with _admitted(state, caller.principal):
+        caller.check(await state.catalog.find(caller.principal, body.model))
         state.texts.check_ids(body.tokens)
         return _json(Detokenized(await state.texts.decode(body.tokens)))
 

@@ -109,7 +109,7 @@ class DeletedAdapter(msgspec.Struct, frozen=True):
 
 async def upload_adapter(state: AppState, request: Request, text: str) -> Response:
     """Take an adapter in: 201, or 200 where the same content is there already."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     name = parse_name(text)
     if not state.admission.accepting:
         raise Unavailable(state.admission.refusal, retry_after_s=5.0)
@@ -127,13 +127,13 @@ async def upload_adapter(state: AppState, request: Request, text: str) -> Respon
 
 async def retrieve_adapter(state: AppState, request: Request, text: str) -> Response:
     """What is there under an exact name."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     return json_answer(AdapterCard.of(await uploads.find(principal, parse_name(text))))
 
 
 async def list_adapters(state: AppState, request: Request) -> Response:
     """The caller's uploads; an admin sees everybody's, or those of ``?tenant=``."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     tenant = request.query_params.get("tenant")
     if tenant is not None and not is_tenant(tenant):
         raise BadParameter(f"{quoted(tenant)} is not a tenant name.", at="tenant")
@@ -143,7 +143,7 @@ async def list_adapters(state: AppState, request: Request) -> Response:
 
 async def delete_adapter(state: AppState, request: Request, text: str) -> Response:
     """Remove a version for good."""
-    uploads, principal = uploads_of(state), state.auth.principal(request.headers)
+    uploads, principal = uploads_of(state), state.auth.principal(request)
     name = parse_name(text)
     with told(state, principal, "delete", name.exact) as about:
         about.digest = (await uploads.delete(principal, name)).digest
