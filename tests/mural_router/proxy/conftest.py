@@ -149,6 +149,8 @@ class StubReplica:
 
     def __init__(self, script: Script) -> None:
         self.script = script
+        self.leave_bodies = False
+        """For the script to read."""
         self.connections = 0
         self.requests: list[Received] = []
         self._server: asyncio.Server | None = None
@@ -174,7 +176,7 @@ class StubReplica:
                 received = Received(head, b"", reader, writer)
                 self.requests.append(received)
                 length = int(received.fields.get("content-length", "0"))
-                if length and "x-test-stream" not in received.fields:
+                if length and not self.leave_bodies:
                     received.body = await reader.readexactly(length)
                 await self.script(received)
                 if writer.is_closing():
