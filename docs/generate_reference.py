@@ -22,17 +22,17 @@ from mural_resolvers.audit import AuditLog, AuditNumbers
 from mural_resolvers.commands.adapters import adapters
 from mural_resolvers.errors import MuralError
 from mural_resolvers.tenants import TenantAccounts, TenantsFile, WatchNumbers
-from mural_server import catalog, settings
+from mural_server import settings
 from mural_server.api import errors as api_errors
 from mural_server.api.admission import Admission
 from mural_server.api.metrics import AccessCollector, Metrics
 from mural_server.api.traffic import Traffic
-from mural_server.catalog import AdapterCatalog, AdapterView
+from mural_server.catalog import AdapterCatalog, AdapterView, AlreadyLoaded
 from mural_server.commands import serve
 from mural_server.engine.client import EngineClient
 from mural_server.engine.messages import AdapterInfo, EngineStats
 
-ERROR_MODULES = {errors.__name__, api_errors.__name__, catalog.__name__}
+ERROR_MODULES = {errors.__name__, api_errors.__name__, AlreadyLoaded.__module__}
 REFERENCE = Path(__file__).resolve().parent / "reference"
 NOTE = "<!-- Written by docs/generate_reference.py; change the code instead. -->\n"
 

@@ -184,19 +184,25 @@ class LoRAResolverRegistry:
         return outcome
 
     @asynccontextmanager
-    async def lease(self, principal: Principal, request: LoRARequest) -> AsyncIterator[Path]:
-        """Hold the files of a request that ``get`` gave in place while they are read.
+    async def lease(
+        self, principal: Principal, request: LoRARequest, *, fetch: bool = True
+    ) -> AsyncIterator[Path]:
+        """Hold the files of a request that ``get`` gave in place while they are in use.
 
-        What was evicted meanwhile is fetched again. Raises as ``get`` then, and ``Unavailable``
-        when the source has other content.
+        What was evicted meanwhile is fetched again: raises as ``get`` then, and ``Unavailable``
+        when the source has other content. Without ``fetch`` it raises ``NotCached``.
         """
         async with AsyncExitStack() as held:
-            yield await self._hold(principal, request, held)
+            yield await self._hold(principal, request, held, fetch=fetch)
 
-    async def _hold(self, principal: Principal, request: LoRARequest, held: AsyncExitStack) -> Path:
+    async def _hold(
+        self, principal: Principal, request: LoRARequest, held: AsyncExitStack, *, fetch: bool
+    ) -> Path:
         adapter = self._resolved.get((request.lora_name, request.digest))
         for _ in range(_LEASE_ATTEMPTS):
             if adapter is None:
+                if not fetch:
+                    raise NotCached
                 # It was allowed when it was asked for, maybe under an alias that alone is granted.
                 adapter = await self._resolve(principal, parse_name(request.lora_name))
                 if adapter.manifest.digest != request.digest:

@@ -667,7 +667,7 @@ class Tenants:
                     self.draw.choice(tasks).cancel()
         await engine.check_integrity()
         for view in self.catalog.view():
-            await self.catalog.unload(view.name)
+            await self.catalog.admin.unload(view.name)
         await engine.check_integrity()
         self.catalog.check_integrity()
         await self.catalog.close()
@@ -683,9 +683,9 @@ class Tenants:
                 case "load":
                     await self._load(name)
                 case "unload":
-                    await self.catalog.unload(name)
+                    await self.catalog.admin.unload(name)
                 case "pin" | "unpin":
-                    await self.catalog.pin(name, pinned=act == "pin")
+                    await self.catalog.admin.pin(name, pinned=act == "pin")
         except MuralError as error:
             if error.status not in (404, 503):
                 raise
@@ -694,7 +694,7 @@ class Tenants:
         content = self.draw.choice(self.truth.contents)
         self.stood_for[name].add(content.digest)
         folder = self.root / "pool" / content.folder.name
-        await self.catalog.load(name, str(folder), inplace=True, shared=True)
+        await self.catalog.admin.load(name, str(folder), inplace=True, shared=True)
 
     async def _ask(self, name: str) -> None:
         prompt = self.draw.randrange(len(PROMPTS))

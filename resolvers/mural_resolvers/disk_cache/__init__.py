@@ -8,6 +8,7 @@ that whatever a process leaves when it dies is either whole or swept.
 from mural_resolvers.disk_cache.cache import DiskCache
 from mural_resolvers.disk_cache.interface import (
     CachedVersion,
+    CacheFull,
     CacheSettings,
     CacheUsage,
     NotCached,
@@ -17,6 +18,7 @@ from mural_resolvers.disk_cache.lease import Lease
 from mural_resolvers.disk_cache.staging import Staging
 
 __all__ = [
+    "CacheFull",
     "CacheSettings",
     "CacheUsage",
     "CachedVersion",

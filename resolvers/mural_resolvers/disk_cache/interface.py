@@ -10,7 +10,14 @@ from mural_resolvers.errors import InvalidInput, Unavailable
 from mural_resolvers.manifest import Manifest
 from mural_resolvers.names import AdapterName
 
-__all__ = ["CacheSettings", "CacheUsage", "CachedVersion", "NotCached", "SweepReport"]
+__all__ = [
+    "CacheFull",
+    "CacheSettings",
+    "CacheUsage",
+    "CachedVersion",
+    "NotCached",
+    "SweepReport",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +95,10 @@ class NotCached(Unavailable):
 
     def __init__(self, message: str = "The adapter's files have left the cache.") -> None:
         super().__init__(message)
+
+
+class CacheFull(Unavailable):
+    """There is no room: all that could go is leased."""
+
+    def __init__(self) -> None:
+        super().__init__("The cache of adapters is full of what is in use.", retry_after_s=5.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mural_resolvers.disk_cache.content import Content
 from mural_resolvers.disk_cache.eviction import Shortage, evict
-from mural_resolvers.disk_cache.interface import CacheSettings
+from mural_resolvers.disk_cache.interface import CacheFull, CacheSettings
 from mural_resolvers.disk_cache.layout import Layout, remove_tree
 from mural_resolvers.disk_cache.records import Reservation, Usage
 from mural_resolvers.disk_cache.staging import LiveReservation, reservations
@@ -47,7 +47,7 @@ def make_room(
         return
     if over_disk > max(0, over_quota):
         raise Unavailable("The disk of the cache of adapters is full.", retry_after_s=10.0)
-    raise Unavailable("The cache of adapters is full of what is in use.", retry_after_s=5.0)
+    raise CacheFull
 
 
 def trim_to_quota(layout: Layout, content: Content, usage: Usage, settings: CacheSettings) -> None:

@@ -86,7 +86,7 @@ def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: _Gate) -> 
         gate.check(request.headers)
         wanted = await _body(request, ResidentRequest)
         with audited(state.audit, OPERATOR, "make_resident", wanted.name) as about:
-            view = await state.catalog.make_resident(
+            view = await state.catalog.admin.make_resident(
                 wanted.name, digest=wanted.digest, level=wanted.level, pinned=wanted.pinned
             )
             about.digest = view.digest
@@ -136,12 +136,13 @@ async def _remove(state: AppState, name: str) -> FreedAnswer:
         raise BadParameter("The base model cannot be unloaded.", at="name")
     _check_name(name)
     try:
-        freed = await state.catalog.unload(name)
+        freed = await state.catalog.admin.unload(name)
     except AdapterNotFound:
         # Idempotent: what is not here is gone.
         return FreedAnswer(name=name, freed=Freed())
     return FreedAnswer(
-        name=name, freed=Freed(slot=freed.slot, host=freed.host, kv_blocks=freed.kv_blocks)
+        name=name,
+        freed=Freed(slot=freed.slot, host=freed.host, kv_blocks=freed.kv_blocks, disk=freed.disk),
     )
 
 

@@ -26,7 +26,7 @@ async def load_lora_adapter(state: AppState, request: Request) -> Response:
     if not body.lora_name or not body.lora_path:
         raise InvalidUserInput("Both 'lora_name' and 'lora_path' must be provided.")
     with audited(state.audit, admin, "load", body.lora_name) as about:
-        info = await state.catalog.load(
+        info = await state.catalog.admin.load(
             body.lora_name,
             body.lora_path,
             inplace=body.load_inplace,
@@ -44,7 +44,7 @@ async def unload_lora_adapter(state: AppState, request: Request) -> Response:
     with audited(state.audit, admin, "unload", name) as about:
         about.digest = state.catalog.digest_of(name)
         try:
-            freed = await state.catalog.unload(name)
+            freed = await state.catalog.admin.unload(name)
         except AdapterNotFound:
             raise LoRANotFound(f"The lora adapter {name[:256]!a} cannot be found.") from None
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully. {_told(freed)}")
@@ -57,7 +57,7 @@ async def pin_lora_adapter(state: AppState, request: Request, *, pinned: bool) -
     with audited(state.audit, admin, "pin" if pinned else "unpin", name) as about:
         about.digest = state.catalog.digest_of(name)
         try:
-            await state.catalog.pin(name, pinned=pinned)
+            await state.catalog.admin.pin(name, pinned=pinned)
         except AdapterNotFound as error:
             raise LoRANotFound(error.message) from None
     return PlainTextResponse(
@@ -79,9 +79,12 @@ def _admin(state: AppState, request: Request) -> Principal:
 
 
 def _told(freed: FreedBytes) -> str:
-    if not (freed.slot or freed.host or freed.kv_blocks):
+    if not (freed.slot or freed.host or freed.kv_blocks or freed.disk):
         return "Nothing was freed: it was not resident, or another name shares its weights."
-    return (
+    told = (
         f"Freed {freed.slot} bytes of its slot, {freed.host} bytes of host memory and "
         f"{freed.kv_blocks} KV blocks."
     )
+    if freed.disk:
+        told += f" Its {freed.disk} bytes may leave the disk cache."
+    return told

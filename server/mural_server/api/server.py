@@ -234,7 +234,7 @@ def _or(value: T | None, default: T) -> T:
 async def _load_modules(state: AppState) -> None:
     for module in state.settings.lora_modules:
         try:
-            await state.catalog.load_trusted(module.name, module.path, shared=module.shared)
+            await state.catalog.admin.load_trusted(module.name, module.path, shared=module.shared)
         except MuralError as error:
             raise SettingsError(f"--lora-modules {module.name}: {error.message}") from None
 

@@ -103,4 +103,4 @@ class _Observer:
             self.registry.forget(asked)
 
     def removed(self, name: AdapterName) -> None:
-        self.catalog.drop(name)
+        self.catalog.admin.drop(name)

@@ -81,6 +81,8 @@ class FreedBytes(msgspec.Struct, kw_only=True):
     host: int = 0
     kv_blocks: int = 0
     """Prefix blocks that only this adapter's requests could have used."""
+    disk: int = 0
+    """Bytes in the disk cache that may leave it now; the core knows nothing of them."""
 
 
 class EngineStats(msgspec.Struct, kw_only=True):

@@ -80,7 +80,7 @@ async def test_the_base_names_come_first(catalog):
 
 
 async def test_a_registered_name_comes_before_the_grammar(catalog, adapter_dir):
-    await catalog.load("acme", str(adapter_dir / "globex/default/v1"))
+    await catalog.admin.load("acme", str(adapter_dir / "globex/default/v1"))
     async with catalog.use(OPERATOR, "acme") as served:
         assert served.name == "acme"
     globex = await lora_of(catalog, "globex:v1")
@@ -91,20 +91,20 @@ async def test_two_names_of_one_content_share_weights_until_the_last_goes(
     catalog, engine, adapter_dir
 ):
     path = str(adapter_dir / "acme/default/v1")
-    await catalog.load("one", path)
-    await catalog.load("two", path)
+    await catalog.admin.load("one", path)
+    await catalog.admin.load("two", path)
     first, second = await lora_of(catalog, "one"), await lora_of(catalog, "two")
     assert first.lora_int_id == second.lora_int_id
-    assert (await catalog.unload("one")).host == 0
+    assert (await catalog.admin.unload("one")).host == 0
     assert first.lora_int_id in engine.resident
-    assert (await catalog.unload("two")).host == 100
+    assert (await catalog.admin.unload("two")).host == 100
     assert engine.resident == {}
 
 
 async def test_a_reload_in_place_of_other_content_gets_a_new_id(catalog, engine, adapter_dir):
-    await catalog.load("sql", str(adapter_dir / "acme/default/v1"))
+    await catalog.admin.load("sql", str(adapter_dir / "acme/default/v1"))
     old = await lora_of(catalog, "sql")
-    await catalog.load("sql", str(adapter_dir / "acme/default/v2"), inplace=True)
+    await catalog.admin.load("sql", str(adapter_dir / "acme/default/v2"), inplace=True)
     new = await lora_of(catalog, "sql")
     assert new.lora_int_id != old.lora_int_id
     await asyncio.wait_for(engine.removed.wait(), 10)
@@ -112,9 +112,9 @@ async def test_a_reload_in_place_of_other_content_gets_a_new_id(catalog, engine,
 
 
 async def test_a_reload_in_place_lets_the_old_content_drain(catalog, engine, adapter_dir):
-    await catalog.load("sql", str(adapter_dir / "acme/default/v1"))
+    await catalog.admin.load("sql", str(adapter_dir / "acme/default/v1"))
     async with catalog.use(OPERATOR, "sql") as old:
-        await catalog.load("sql", str(adapter_dir / "acme/default/v2"), inplace=True)
+        await catalog.admin.load("sql", str(adapter_dir / "acme/default/v2"), inplace=True)
         for _ in range(20):
             await asyncio.sleep(0)
         assert old.lora.lora_int_id in engine.resident
@@ -124,16 +124,16 @@ async def test_a_reload_in_place_lets_the_old_content_drain(catalog, engine, ada
 
 async def test_a_reload_in_place_of_the_same_content_changes_nothing(catalog, engine, adapter_dir):
     path = str(adapter_dir / "acme/default/v1")
-    await catalog.load("sql", path)
+    await catalog.admin.load("sql", path)
     old = await lora_of(catalog, "sql")
-    await catalog.load("sql", path, inplace=True)
+    await catalog.admin.load("sql", path, inplace=True)
     assert await lora_of(catalog, "sql") == old
     assert old.lora_int_id in engine.resident
 
 
 async def test_an_unload_waits_for_the_requests_that_hold_the_id(catalog, engine):
     async with catalog.use(OPERATOR, "acme:v1") as served:
-        unloading = asyncio.create_task(catalog.unload("acme:v1"))
+        unloading = asyncio.create_task(catalog.admin.unload("acme:v1"))
         for _ in range(20):
             await asyncio.sleep(0)
         assert not unloading.done()
@@ -143,7 +143,7 @@ async def test_an_unload_waits_for_the_requests_that_hold_the_id(catalog, engine
 
 async def test_a_request_during_an_unload_of_its_content_loads_it_again(catalog, engine):
     async with catalog.use(OPERATOR, "acme:v1"):
-        unloading = asyncio.create_task(catalog.unload("acme:v1"))
+        unloading = asyncio.create_task(catalog.admin.unload("acme:v1"))
         await asyncio.sleep(0)
         again = asyncio.create_task(lora_of(catalog, "acme:v1"))
         for _ in range(20):
@@ -204,7 +204,7 @@ async def test_an_adapter_refused_at_its_look_up_is_logged(catalog, adapter_dir,
 
 @pytest.mark.parametrize("name", ["globex:v1", "globex:v9", "sql", "Unregistered", "secret"])
 async def test_what_is_not_the_callers_is_forbidden_before_any_look_up(catalog, adapter_dir, name):
-    await catalog.load("secret", str(adapter_dir / "globex/default/v1"))
+    await catalog.admin.load("secret", str(adapter_dir / "globex/default/v1"))
     with pytest.raises(Forbidden) as caught:
         await lora_of(catalog, name, ACME)
     assert caught.value.message == Forbidden().message
@@ -229,31 +229,31 @@ async def test_load_takes_only_folders_inside_the_allowed_ones(catalog, adapter_
         "/x",
     ):
         with pytest.raises(Forbidden):
-            await catalog.load("sql", path)
+            await catalog.admin.load("sql", path)
     with pytest.raises(InvalidInput):
-        await catalog.load("sql", "a\0b")
+        await catalog.admin.load("sql", "a\0b")
     with pytest.raises(AdapterNotFound):
-        await catalog.load("sql", "acme/default/v9")
-    await catalog.load("sql", "acme/default/v1")
+        await catalog.admin.load("sql", "acme/default/v9")
+    await catalog.admin.load("sql", "acme/default/v1")
 
 
 async def test_names_that_are_taken_are_refused(catalog, adapter_dir):
     path = str(adapter_dir / "acme/default/v1")
     with pytest.raises(AlreadyLoaded):
-        await catalog.load("tiny", path)
-    await catalog.load("sql", path)
+        await catalog.admin.load("tiny", path)
+    await catalog.admin.load("sql", path)
     with pytest.raises(AlreadyLoaded, match="has already been loaded"):
-        await catalog.load("sql", path)
+        await catalog.admin.load("sql", path)
     with pytest.raises(MalformedName):
-        await catalog.load("a b", path)
+        await catalog.admin.load("a b", path)
 
 
 async def test_a_failed_load_registers_nothing(catalog, engine, adapter_dir):
     engine.refusals["sql"] = UnusableAdapter("no")
     with pytest.raises(UnusableAdapter):
-        await catalog.load("sql", str(adapter_dir / "acme/default/v1"))
+        await catalog.admin.load("sql", str(adapter_dir / "acme/default/v1"))
     with pytest.raises(AdapterNotFound):
-        await catalog.unload("sql")
+        await catalog.admin.unload("sql")
 
 
 async def test_a_pinned_load_that_is_given_up_is_freed_again(engine, adapter_dir):
@@ -264,7 +264,7 @@ async def test_a_pinned_load_that_is_given_up_is_freed_again(engine, adapter_dir
     )
     engine.load_gate = asyncio.Event()
     with pytest.raises(Unavailable):
-        await catalog.load("late", str(adapter_dir / "acme/default/v1"), pinned=True)
+        await catalog.admin.load("late", str(adapter_dir / "acme/default/v1"), pinned=True)
     # The core cannot be told to stop a load, only to remove what comes of it.
     await asyncio.wait_for(engine.removed.wait(), 20)
     await catalog.close()
@@ -276,12 +276,12 @@ async def test_an_unload_of_the_same_content_meanwhile_leaves_a_new_name_loaded(
     catalog, engine, adapter_dir
 ):
     folder = str(adapter_dir / "acme/default/v1")
-    await catalog.load("old", folder)
+    await catalog.admin.load("old", folder)
     engine.loading.clear()
     engine.load_gate = asyncio.Event()
-    loading = asyncio.create_task(catalog.load("new", folder))
+    loading = asyncio.create_task(catalog.admin.load("new", folder))
     await asyncio.wait_for(engine.loading.wait(), 20)
-    unloading = asyncio.create_task(catalog.unload("old"))
+    unloading = asyncio.create_task(catalog.admin.unload("old"))
     await asyncio.sleep(0)
     engine.load_gate.set()
     info = await asyncio.wait_for(loading, 20)
@@ -291,13 +291,15 @@ async def test_an_unload_of_the_same_content_meanwhile_leaves_a_new_name_loaded(
 
 
 async def test_make_resident_is_idempotent_and_knows_another_content(catalog, engine):
-    view = await catalog.make_resident("acme:v1", digest=None, level="slot", pinned=True)
-    again = await catalog.make_resident("acme:v1", digest=view.digest, level="slot", pinned=True)
+    view = await catalog.admin.make_resident("acme:v1", digest=None, level="slot", pinned=True)
+    again = await catalog.admin.make_resident(
+        "acme:v1", digest=view.digest, level="slot", pinned=True
+    )
     assert (again.state, again.pinned) == ("slot", True)
-    unpinned = await catalog.make_resident("acme:v1", digest=None, level="host", pinned=False)
+    unpinned = await catalog.admin.make_resident("acme:v1", digest=None, level="host", pinned=False)
     assert not unpinned.pinned
     with pytest.raises(Conflict):
-        await catalog.make_resident("acme:v1", digest="0" * 64, level="host", pinned=False)
+        await catalog.admin.make_resident("acme:v1", digest="0" * 64, level="host", pinned=False)
 
 
 async def test_a_deleted_version_is_gone_once_it_is_looked_up_again(
@@ -445,9 +447,9 @@ async def test_under_random_loads_and_unloads_every_use_is_of_resident_weights(
         try:
             match random.randrange(6):
                 case 0 if name not in fixed:
-                    await catalog.load(name, random.choice(folders), inplace=True)
+                    await catalog.admin.load(name, random.choice(folders), inplace=True)
                 case 1:
-                    await catalog.unload(name)
+                    await catalog.admin.unload(name)
                 case _:
                     async with catalog.use(OPERATOR, name) as model:
                         for _ in range(random.randrange(8)):
@@ -464,8 +466,8 @@ async def test_under_random_loads_and_unloads_every_use_is_of_resident_weights(
         await asyncio.gather(*(one() for _ in range(12)))
     assert served
     for view in catalog.view():
-        await catalog.unload(view.name)
-    await asyncio.gather(*catalog._removals.values())
+        await catalog.admin.unload(view.name)
+    await asyncio.gather(*catalog._residency._removals.values())
     assert engine.resident == {}
     await catalog.close()
     await registry.close()

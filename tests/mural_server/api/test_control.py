@@ -199,7 +199,7 @@ async def test_deltas_applied_give_the_next_snapshot(feed, server):
     feed.refresh()
     delta = difference(old, feed.snapshot)
     assert apply(old, delta) == feed.snapshot
-    await server.state.catalog.unload("acme:v1")
+    await server.state.catalog.admin.unload("acme:v1")
     old = feed.snapshot
     feed.refresh()
     assert apply(old, difference(old, feed.snapshot)) == feed.snapshot

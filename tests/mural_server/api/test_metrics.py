@@ -49,7 +49,9 @@ async def test_activity_is_absent_until_there_is_an_adapter(server):
 
 async def test_residency_is_told_in_the_proposed_family(server):
     await server.complete(model="acme:v1")
-    await server.state.catalog.make_resident("acme:v2", digest=None, level="slot", pinned=True)
+    await server.state.catalog.admin.make_resident(
+        "acme:v2", digest=None, level="slot", pinned=True
+    )
     found = await scraped(server)
     rows = {labels["adapter_name"]: labels for labels, _ in found["vllm:lora_adapter_loaded"]}
     assert rows["acme:v1"] | {} == {
