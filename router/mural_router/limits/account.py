@@ -13,9 +13,10 @@ from mural_resolvers.tenants import TenantLimits
 from mural_resolvers.tenants.limits import LimitKind, MinuteWindow
 from mural_router.limits.limiter import Hold, TenantUsage
 
-__all__ = ["UNCOUNTED", "Account", "Refusal", "busiest", "check_sequences", "has_rates"]
+__all__ = ["RETRY_S", "UNCOUNTED", "Account", "Refusal", "busiest", "check_sequences", "has_rates"]
 
-RETRY_CONCURRENCY_S: Final = 1.0
+RETRY_S: Final = 1.0
+"""Where no time is known at which something gets free."""
 
 
 class Refusal(NamedTuple):
@@ -69,7 +70,7 @@ class Account:
         """Say why a request does not fit into this account's share of the limits, if so."""
         most = limits.concurrency
         if most is not None and self.open_sequences + sequences > share(most, routers, sequences):
-            return Refusal("concurrency", most, RETRY_CONCURRENCY_S)
+            return Refusal("concurrency", most, RETRY_S)
         most = limits.requests_per_minute
         if most is not None:
             wait_s = self.requests.wait_s(share(most, routers), now)
