@@ -17,6 +17,7 @@ from mural_resolvers.errors import InvalidInput
 from mural_resolvers.redaction import redacted
 from mural_resolvers.strict_yaml import parse_yaml
 from mural_router.fleet.static import StaticDiscovery, parse_endpoint
+from mural_router.http.settings import HttpSettings
 from mural_router.placement import PlacementPolicy
 from mural_router.routing.breaker import BreakerSettings
 from mural_router.routing.identity import RouterAuth
@@ -79,9 +80,9 @@ class Discovered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a router is started with."""
 
-    host: str | None = None
-    """None: every interface, except loopback under ``auth: open``."""
-    port: int = 8080
+    http: HttpSettings = HttpSettings()
+    """The clients' port. Its host is, unless given, every interface, except loopback under
+    ``auth: open``."""
     admin_host: str = "127.0.0.1"
     admin_port: int | None = 9090
     """Of metrics and debug pages; None: none."""
@@ -122,12 +123,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             return self.auth
         return "keys" if self.tenants_file or secrets.api_keys else "open"
 
-    def resolved_host(self, secrets: Secrets) -> str:
-        """The address that is listened on."""
-        if self.host is not None:
-            return self.host
-        return "127.0.0.1" if self.resolved_auth(secrets) == "open" else "0.0.0.0"
-
     def validate(self, secrets: Secrets) -> None:
         """Raise ``InvalidInput`` with the first thing that cannot work, and what to change."""
         for holds, message in (*self._address_rules(), *self._bound_rules()):
@@ -145,14 +140,17 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def _address_rules(self) -> tuple[tuple[bool, str], ...]:
         return (
-            (0 <= self.port < 1 << 16, f"port is {self.port}: set it from 0 to 65535."),
+            (
+                0 <= self.http.port < 1 << 16,
+                f"http.port is {self.http.port}: set it from 0 to 65535.",
+            ),
             (
                 self.admin_port is None or 0 <= self.admin_port < 1 << 16,
                 f"admin_port is {self.admin_port}: set it from 0 to 65535.",
             ),
             (
-                not self.port or self.port != self.admin_port,
-                f"The admin pages need a port of their own, but both are {self.port}.",
+                not self.http.port or self.http.port != self.admin_port,
+                f"The admin pages need a port of their own, but both are {self.http.port}.",
             ),
             *(
                 (path is None or Path(path).is_file(), f"{name}: there is no file {path}.")
@@ -221,8 +219,20 @@ def merged(under: Mapping[str, object], over: Mapping[str, object]) -> dict[str,
     return result
 
 
-def convert_settings(raw: Mapping[str, object]) -> RouterSettings:
-    """Read settings; raise ``InvalidInput`` naming the place that is wrong, never a value."""
+def convert_settings(raw: Mapping[str, object], secrets: Secrets) -> RouterSettings:
+    """Read settings and check them; raise ``InvalidInput`` naming the place, never a value."""
+    settings = _converted(raw)
+    http = raw.get("http")
+    if not (isinstance(http, dict) and http.get("host")):
+        host = "127.0.0.1" if settings.resolved_auth(secrets) == "open" else "0.0.0.0"
+        settings = msgspec.structs.replace(
+            settings, http=msgspec.structs.replace(settings.http, host=host)
+        )
+    settings.validate(secrets)
+    return settings
+
+
+def _converted(raw: Mapping[str, object]) -> RouterSettings:
     try:
         return msgspec.convert(dict(raw), RouterSettings, strict=False)
     except msgspec.ValidationError as error:

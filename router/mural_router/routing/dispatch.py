@@ -86,6 +86,11 @@ class Dispatch:
         """Look at the fleet no more."""
         self._unsubscribe()
 
+    @property
+    def now(self) -> float:
+        """On the clock that breakers go by."""
+        return self._clock()
+
     # -- choosing -----------------------------------------------------------------------------
 
     def take(self, request: PlacementRequest) -> Attempt | None:

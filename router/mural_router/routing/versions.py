@@ -120,7 +120,7 @@ class Versions:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._source = source
-        self._settings = settings or VersionSettings()
+        self.settings = settings or VersionSettings()
         self._clock = clock
         self._draw = draw
         self._known: OrderedDict[tuple[str, str], _Answer] = OrderedDict()
@@ -183,15 +183,15 @@ class Versions:
         key = (name.tenant, name.adapter)
         answer, now = self._known.get(key), self._clock()
         age = math.inf if answer is None else now - answer.at
-        if answer is not None and age < self._settings.ttl_s:
+        if answer is not None and age < self.settings.ttl_s:
             self._known.move_to_end(key)
             return answer.versions
         if now < self._down_until:
             return self._whatever_is_known(key)
         flight = self._flights.get(key) or self._refresh(key)
-        if answer is not None and age < 2 * self._settings.ttl_s:
+        if answer is not None and age < 2 * self.settings.ttl_s:
             return answer.versions
-        await asyncio.wait({flight}, timeout=self._settings.timeout_s)
+        await asyncio.wait({flight}, timeout=self.settings.timeout_s)
         return self._whatever_is_known(key)
 
     def _whatever_is_known(self, key: tuple[str, str]) -> KnownVersions:
@@ -211,7 +211,7 @@ class Versions:
         if source is None:
             return
         try:
-            async with self._turns, asyncio.timeout(10 * self._settings.timeout_s):
+            async with self._turns, asyncio.timeout(10 * self.settings.timeout_s):
                 versions = await source.read(*key)
         except (MuralError, OSError) as error:
             self._fail(key, str(error) or "no answer in time")
@@ -234,7 +234,7 @@ class Versions:
     def _keep(self, key: tuple[str, str], answer: _Answer) -> None:
         self._known[key] = answer
         self._known.move_to_end(key)
-        while len(self._known) > self._settings.max_adapters:
+        while len(self._known) > self.settings.max_adapters:
             self._known.popitem(last=False)
 
 

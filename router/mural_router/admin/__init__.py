@@ -1,0 +1,1 @@
+"""The router's own port: metrics, health, and pages that explain what it does."""

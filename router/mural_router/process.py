@@ -1,0 +1,132 @@
+"""The life of a router: its start, its ports, and an end that lets requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+from contextlib import AsyncExitStack
+from typing import Final
+
+from mural_resolvers.errors import InvalidInput
+from mural_router.admin.server import AdminServer
+from mural_router.config import Config
+from mural_router.placement import Fleet
+from mural_router.proxy import Proxy, start
+from mural_router.running import Router
+from mural_router.settings import is_loopback
+
+__all__ = ["run_router"]
+
+SETTLE_S: Final = 5.0
+
+logger = logging.getLogger("mural.router")
+
+
+async def run_router(config: Config, *, version: str) -> int:
+    """Route until a signal; 0 once what was in flight has ended, or the grace period has.
+
+    Raises ``InvalidInput`` when it cannot start; nothing is left running then.
+    """
+    stop = _stop_on_signals()
+    async with AsyncExitStack() as held:
+        router = Router(config)
+        held.push_async_callback(router.close)
+        beside = [asyncio.create_task(router.fleet.run(), name="following the fleet")]
+        if config.watched:
+            watching = config.watch(router.take_over)
+            beside.append(asyncio.create_task(watching, name="watching the settings"))
+        if router.tenants is not None:
+            beside.append(asyncio.create_task(router.tenants.watch(), name="watching the tenants"))
+        held.push_async_callback(_end, beside)
+        serving = asyncio.create_task(_serve(router, version, stop, held), name="serve")
+        await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            raise _death(beside)
+        serving.result()
+        return 0
+
+
+def _death(tasks: list[asyncio.Task[None]]) -> InvalidInput:
+    """Serving ends by a signal; the others never do, and the router cannot go on without them."""
+    task = next(task for task in tasks if task.done())
+    error = None if task.cancelled() else task.exception()
+    return InvalidInput(f"The router ends, since {task.get_name()} has ended: {error}.")
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncExitStack) -> None:
+    settings = router.config.settings
+    if settings.admin_port is not None:
+        admin = AdminServer(router, settings.admin_host, settings.admin_port)
+        held.push_async_callback(admin.close)
+        logger.info("admin pages on http://%s", admin.address)
+    await _settle(router, stop)
+    try:
+        router.proxy = await start(settings.http, router.routing, version=version)
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"{settings.http.host}:{settings.http.port} cannot be served: {error}."
+        ) from None
+    _log_start(router, router.proxy)
+    await stop.wait()
+    router.stopping = True
+    grace_s = settings.shutdown_grace_s
+    logger.info("shutting down: requests in flight may end within %g s", grace_s)
+    cut = await router.proxy.drain(grace_s)
+    if cut:
+        logger.warning("%d requests were ended before they were complete", cut)
+
+
+async def _settle(router: Router, stop: asyncio.Event) -> None:
+    """Give the replicas a moment to be heard, so that the first requests find them."""
+    heard = asyncio.Event()
+
+    def look(fleet: Fleet) -> None:
+        if router.fleet.settled:
+            heard.set()
+
+    unsubscribe = router.fleet.subscribe(look)
+    stopping = asyncio.create_task(stop.wait())
+    hearing = asyncio.create_task(heard.wait())
+    try:
+        await asyncio.wait(
+            {hearing, stopping}, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED
+        )
+    finally:
+        unsubscribe()
+        stopping.cancel()
+        hearing.cancel()
+
+
+def _log_start(router: Router, proxy: Proxy) -> None:
+    settings, secrets = router.config.settings, router.config.secrets
+    for member in router.fleet.snapshot():
+        state = member.why_not_ready or "ready"
+        logger.info("replica %s (%s): %s", member.endpoint.name, member.endpoint.engine, state)
+    if not settings.replicas:
+        logger.warning("no replica is listed: every request is answered 503")
+    if settings.resolved_auth(secrets) == "open":
+        reach = "this machine" if is_loopback(settings.http.host) else "THE NETWORK"
+        logger.info("auth open: no key is asked for, and %s can reach the port", reach)
+    else:
+        logger.info("auth keys: every request needs an API key")
+    scheme = "http" if settings.http.tls.certfile is None else "https"
+    logger.info("routing on %s://%s:%d", scheme, proxy.host, proxy.port)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+    return stop

@@ -1,0 +1,221 @@
+"""What a running router is made of, and how it takes over changed settings."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+from mural_resolvers.errors import InvalidInput
+from mural_resolvers.open_store import open_store
+from mural_resolvers.tenants import TenantsFile
+from mural_resolvers.tracing import Tracing, open_tracing
+from mural_router.config import Config
+from mural_router.fleet.discovery import Discovery
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.static import StaticDiscovery, parse_endpoint
+from mural_router.fleet.view import FleetSettings, FleetView
+from mural_router.http.tls import replica_side
+from mural_router.limits.limiter import Limiter
+from mural_router.limits.local import LocalLimiter
+from mural_router.limits.queue import FairQueue
+from mural_router.proxy import Proxy
+from mural_router.routing.access_log import AccessLog
+from mural_router.routing.aliases_file import AliasesFile, LayeredVersions
+from mural_router.routing.breaker import Breakers
+from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.identity import Authenticator
+from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.retry import RetryBudget
+from mural_router.routing.router import FleetRouting, RoutingOptions
+from mural_router.routing.versions import StoreVersions, Versions, VersionSource
+from mural_router.settings import RouterSettings, Secrets
+
+__all__ = ["ConfiguredDiscovery", "Router"]
+
+logger = logging.getLogger("mural.router")
+
+
+class ConfiguredDiscovery(Discovery):
+    """Whichever discovery the settings name at the time."""
+
+    def __init__(self, discovery: Discovery) -> None:
+        self._current = discovery
+        self._changed = asyncio.Event()
+
+    def use(self, discovery: Discovery) -> None:
+        """Find replicas in another way from now on."""
+        self._current = discovery
+        self._changed.set()
+
+    async def watch(self) -> AsyncGenerator[tuple[Endpoint, ...], None]:
+        while True:
+            self._changed.clear()
+            async with (
+                contextlib.aclosing(self._current.watch()) as found,
+                contextlib.aclosing(self._until_changed(found)) as kept,
+            ):
+                async for endpoints in kept:
+                    yield endpoints
+
+    async def _until_changed(
+        self, found: AsyncGenerator[tuple[Endpoint, ...], None]
+    ) -> AsyncGenerator[tuple[Endpoint, ...], None]:
+        changed = asyncio.create_task(self._changed.wait())
+        following: asyncio.Task[tuple[Endpoint, ...]] | None = None
+        try:
+            while not changed.done():
+                following = asyncio.create_task(_next(found))
+                await asyncio.wait({following, changed}, return_when=asyncio.FIRST_COMPLETED)
+                if following.done():
+                    yield following.result()
+        finally:
+            changed.cancel()
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+
+async def _next(
+    found: AsyncGenerator[tuple[Endpoint, ...], None],
+) -> tuple[Endpoint, ...]:
+    return await anext(found)
+
+
+class Router:
+    """Everything between the settings and the ports. For one event loop."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises ``InvalidInput`` for what the settings name and cannot be opened."""
+        self.config = config
+        settings, secrets = config.settings, config.secrets
+        self.tenants = _open_tenants(settings)
+        self.discovery = ConfiguredDiscovery(_discovery(settings))
+        self.fleet = FleetView(self.discovery, _fleet_settings(settings, secrets))
+        self.limiter: Limiter = LocalLimiter()
+        self.queue: FairQueue[Attempt] = FairQueue(
+            max_waiting=settings.queue.max_waiting,
+            max_waiting_per_tenant=settings.queue.max_waiting_per_tenant,
+        )
+        self.metrics = RouterMetrics(settings.metrics_adapters)
+        self.breakers = Breakers(settings.breaker)
+        self.dispatch = Dispatch(
+            self.fleet,
+            self.breakers,
+            self.metrics,
+            policy=settings.placement,
+            clock=asyncio.get_running_loop().time,
+            freed=self.queue.pump,
+        )
+        self.versions = Versions(_version_source(settings), settings.versions)
+        self.log = _open_log(settings)
+        self.tracing = _open_tracing(settings)
+        self.routing = FleetRouting(
+            auth=Authenticator(
+                settings.resolved_auth(secrets), admin_keys=secrets.api_keys, tenants=self.tenants
+            ),
+            versions=self.versions,
+            limiter=self.limiter,
+            queue=self.queue,
+            dispatch=self.dispatch,
+            budget=RetryBudget(settings.retry),
+            metrics=self.metrics,
+            log=self.log,
+            tracing=self.tracing,
+            options=_options(settings, secrets),
+            clock=asyncio.get_running_loop().time,
+        )
+        self.proxy: Proxy | None = None
+        self.stopping = False
+        self._in_force = settings
+
+    def take_over(self, settings: RouterSettings) -> None:
+        """Use changed settings: those that can change while requests are on their way."""
+        old, self._in_force = self._in_force, settings
+        self.routing.options = _options(settings, self.config.secrets)
+        self.routing.budget.settings = settings.retry
+        self.breakers.settings = settings.breaker
+        self.dispatch.policy = settings.placement
+        self.queue.max_waiting = settings.queue.max_waiting
+        self.queue.max_waiting_per_tenant = settings.queue.max_waiting_per_tenant
+        self.versions.settings = settings.versions
+        if settings.replicas != old.replicas:
+            self.discovery.use(_discovery(settings))
+        if settings.aliases_file != old.aliases_file:
+            self.versions.replace_source(_version_source(settings))
+
+    def not_ready(self) -> str | None:
+        """Why a balancer should send nothing here; None: it may."""
+        if self.stopping:
+            return "The router is shutting down."
+        if self.proxy is None or not self.fleet.settled:
+            return "The router is starting."
+        if not self.fleet.fleet.accepting:
+            return "No replica is ready."
+        return None
+
+    async def close(self) -> None:
+        """Close what was opened, the proxy first. Each step has a bound."""
+        if self.proxy is not None:
+            await self.proxy.close()
+        self.dispatch.close()
+        await self.versions.close()
+        await self.limiter.close()
+        if self.log is not None:
+            await self.log.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+
+
+def _options(settings: RouterSettings, secrets: Secrets) -> RoutingOptions:
+    return RoutingOptions(
+        queue_wait_s=settings.queue.wait_s,
+        shared_names=frozenset(settings.shared_names),
+        router_token=secrets.router_token,
+        vllm_api_key=secrets.vllm_api_key,
+    )
+
+
+def _open_tenants(settings: RouterSettings) -> TenantsFile | None:
+    return None if settings.tenants_file is None else TenantsFile(Path(settings.tenants_file))
+
+
+def _discovery(settings: RouterSettings) -> Discovery:
+    return StaticDiscovery(parse_endpoint(text) for text in settings.replicas)
+
+
+def _fleet_settings(settings: RouterSettings, secrets: Secrets) -> FleetSettings:
+    try:
+        context = replica_side(settings.http.tls)
+    except ValueError as error:
+        raise InvalidInput(f"http.tls: {error}.") from None
+    return FleetSettings(
+        control_token=secrets.control_token,
+        ssl=context,
+        stale_after_s=settings.fleet.stale_after_s,
+    )
+
+
+def _version_source(settings: RouterSettings) -> VersionSource | None:
+    store = None if settings.store is None else StoreVersions(open_store(settings.store))
+    if settings.aliases_file is None:
+        return store
+    return LayeredVersions(AliasesFile(Path(settings.aliases_file)), store)
+
+
+def _open_log(settings: RouterSettings) -> AccessLog | None:
+    if settings.access_log is None:
+        return None
+    return AccessLog(None if settings.access_log == "-" else Path(settings.access_log))
+
+
+def _open_tracing(settings: RouterSettings) -> Tracing | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    return open_tracing(
+        settings.otlp_traces_endpoint,
+        "mural-router",
+        sample_ratio=settings.trace_sample_ratio,
+    )
