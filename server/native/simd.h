@@ -1,20 +1,12 @@
 // A vector of float32 as wide as the instruction set that this object is compiled for, and what
-// the operators need of it. Each source is compiled once per instruction set; everything here is
-// local to its object.
+// the operators need of it. Everything here is local to its object: the linker must not take one
+// instruction set's code for another's.
 #pragma once
 
 #include <immintrin.h>
 
 #include <cstddef>
 #include <cstdint>
-
-#ifndef MURAL_ISA
-#error "compile with -DMURAL_ISA=avx512 or avx2"
-#endif
-#define MURAL_JOIN_(name, isa) mural_##name##_##isa
-#define MURAL_JOIN(name, isa) MURAL_JOIN_(name, isa)
-/// The exported name of an operator: mural_<name>_<isa>.
-#define MURAL_SYMBOL(name) MURAL_JOIN(name, MURAL_ISA)
 
 namespace {
 

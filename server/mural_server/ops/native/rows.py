@@ -1,0 +1,180 @@
+"""Norm, rotation, gate and the writing of keys and values by the compiled kernels.
+
+The kernels take and give float32; what is narrower is widened before and rounded once behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+from mural_server.ops.base import Activation
+from mural_server.ops.batch import KVLayer
+from mural_server.ops.native.attention import DTYPE_CODES
+from mural_server.ops.native.library import NativeLibrary
+
+__all__ = ["NativeRows"]
+
+ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+
+
+class _Pool(ctypes.Structure):
+    """``MuralPool`` of rows.h."""
+
+    _fields_ = (
+        ("kv_heads", ctypes.c_int64),
+        ("block_size", ctypes.c_int64),
+        ("head_dim", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+    )
+
+
+class NativeRows:
+    """The operators of `Ops` that take rows one by one, by the same names."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+        self._rms_norm = library.kernel(
+            "mural_rms_norm",
+            (pointer, size, size, size, size, pointer, ctypes.c_float, pointer, flag),
+        )
+        self._gated = library.kernel(
+            "mural_gated", (pointer, size, size, size, flag, pointer, flag)
+        )
+        self._rotary = library.kernel(
+            "mural_rotary", (pointer, *(size,) * 4, *(pointer,) * 3, flag)
+        )
+        self._write_kv = library.kernel(
+            "mural_write_kv",
+            (pointer, pointer, size, pointer, size, pointer, size, pointer, pointer, flag),
+        )
+        self._rotary_and_write_kv = library.kernel(
+            "mural_rotary_and_write_kv",
+            (pointer, pointer, size, size, *(pointer,) * 3, size, *(pointer,) * 3, flag),
+        )
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = _dense_tail(_wide(x), 2)
+        size = x.shape[-1]
+        inner = wide.shape[-2] if wide.dim() > 2 else 1
+        outer = wide.numel() // (inner * size) if wide.numel() else 0
+        own_weight = _wide(weight)
+        output = torch.empty(x.shape)
+        self._rms_norm(
+            wide.data_ptr(),
+            outer,
+            wide.stride(0) if wide.dim() == 3 else inner * size,
+            inner,
+            size,
+            own_weight.data_ptr(),
+            eps,
+            output.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return output if x.dtype == torch.float32 else output.to(x.dtype)
+
+    def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+        wide = _dense_tail(_wide(gate_up), 1)
+        rows, size = wide.shape[0], wide.shape[1] // 2
+        output = torch.empty(rows, size)
+        self._gated(
+            wide.data_ptr(),
+            rows,
+            wide.stride(0),
+            size,
+            ACTIVATION_CODES[activation],
+            output.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return output if gate_up.dtype == torch.float32 else output.to(gate_up.dtype)
+
+    def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        wide = _dense_tail(_wide(x), 2)
+        own_cos, own_sin = _wide(cos).contiguous(), _wide(sin).contiguous()
+        output = torch.empty(x.shape)
+        self._rotary(
+            wide.data_ptr(),
+            wide.shape[0],
+            wide.stride(0),
+            wide.shape[1],
+            wide.shape[2],
+            own_cos.data_ptr(),
+            own_sin.data_ptr(),
+            output.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return output if x.dtype == torch.float32 else output.to(x.dtype)
+
+    def write_kv(
+        self, kv: KVLayer, keys: torch.Tensor, values: torch.Tensor, kv_slots: torch.Tensor
+    ) -> None:
+        own_slots = kv_slots.contiguous()
+        wide_keys, wide_values = (_dense_tail(_wide(new), 2) for new in (keys, values))
+        self._write_kv(
+            _pool_address(kv),
+            wide_keys.data_ptr(),
+            wide_keys.stride(0),
+            wide_values.data_ptr(),
+            wide_values.stride(0),
+            own_slots.data_ptr(),
+            own_slots.shape[0],
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+    def rotary_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: KVLayer,
+        kv_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        wide = _dense_tail(_wide(qkv), 2)
+        own_cos, own_sin = _wide(cos).contiguous(), _wide(sin).contiguous()
+        own_slots = kv_slots.contiguous()
+        rows, all_heads, head_dim = wide.shape
+        heads = all_heads - 2 * kv.keys.shape[1]
+        queries = torch.empty(rows, heads, head_dim)
+        self._rotary_and_write_kv(
+            _pool_address(kv),
+            wide.data_ptr(),
+            wide.stride(0),
+            heads,
+            own_cos.data_ptr(),
+            own_sin.data_ptr(),
+            own_slots.data_ptr(),
+            rows,
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            queries.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return queries if qkv.dtype == torch.float32 else queries.to(qkv.dtype)
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype == torch.float32 else x.float()
+
+
+def _dense_tail(x: torch.Tensor, axes: int) -> torch.Tensor:
+    """Give ``x`` with its last ``axes`` axes dense; rows of a matrix or of heads may be apart."""
+    if x.is_contiguous():
+        return x
+    apart = x.dim() == axes + 1 and x.stride(-1) == 1
+    if apart and (axes == 1 or x.stride(-2) == x.shape[-1]):
+        return x
+    return x.contiguous()
+
+
+def _pool_address(kv: KVLayer) -> int:
+    shape = kv.keys.shape
+    return ctypes.addressof(_pool(shape[1], shape[2], shape[3], kv.keys.dtype))
+
+
+@cache
+def _pool(kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> _Pool:
+    return _Pool(kv_heads, block_size, head_dim, DTYPE_CODES[dtype])
