@@ -38,7 +38,6 @@ class Attention(nn.Module):
         self.o_proj = RowParallelLinear(ops, heads * head_dim, hidden_size, output_bias)
         self.q_norm = q_norm
         self.k_norm = k_norm
-        self._keys_end = heads + kv_heads
         self._head_shape = (-1, heads + 2 * kv_heads, head_dim)
 
     def forward(
@@ -51,20 +50,11 @@ class Attention(nn.Module):
     ) -> Tensor:
         """``x`` [rows, hidden] → [rows, hidden], plus ``residual`` where given."""
         qkv = self.qkv_proj(x).view(self._head_shape)
-        queries, keys = self._rotated(qkv, rotation)
-        self.ops.write_kv(kv, keys, qkv[:, self._keys_end :], batch.kv_slots)
+        if self.q_norm is not None and self.k_norm is not None:
+            heads, end = self.spec.num_heads, self.spec.num_heads + self.spec.num_kv_heads
+            qkv[:, :heads] = self.q_norm(qkv[:, :heads])
+            qkv[:, heads:end] = self.k_norm(qkv[:, heads:end])
+        queries = self.ops.rotary_and_write_kv(qkv, rotation.cos, rotation.sin, kv, batch.kv_slots)
         attended = self.ops.attention(queries, kv, batch, self.spec)
         y: Tensor = self.o_proj(attended, residual)
         return y
-
-    def _rotated(self, qkv: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        heads, end = self.spec.num_heads, self._keys_end
-        if self.q_norm is None or self.k_norm is None:
-            # Queries and keys lie side by side: one call turns both.
-            turned = self.ops.rotary(qkv[:, :end], rotation.cos, rotation.sin)
-            return turned[:, :heads], turned[:, heads:]
-        queries, keys = self.q_norm(qkv[:, :heads]), self.k_norm(qkv[:, heads:end])
-        return (
-            self.ops.rotary(queries, rotation.cos, rotation.sin),
-            self.ops.rotary(keys, rotation.cos, rotation.sin),
-        )

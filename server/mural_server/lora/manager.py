@@ -88,8 +88,7 @@ class LoRAModelManager:
             if spec.kind in base_spec.supported_kinds and admits(config.target_modules, name)
         }
         device = device or torch.device("cpu")
-        stack_dtype = ops.activation_dtype(config.dtype)
-        space = StackSpace(config.num_rank_rows, stack_dtype, device)
+        space = StackSpace(config.num_rank_rows, ops.stack_dtype(config.dtype), device)
         self.punica: PunicaWrapper = get_punica_wrapper(ops, max_rows, config.max_loras, device)
         self.modules: dict[str, BaseLayerWithLoRA] = {}
         self._wrap_layers(model, space)

@@ -6,8 +6,8 @@ A backend is chosen once at start (`select_ops`) and held to `ReferenceOps` in t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -89,6 +89,10 @@ class LoRABatch:
     row_slots: torch.Tensor
     """int64 [rows], the slot of each row or -1."""
     buckets: tuple[LoRABuckets, ...] = ()
+    plans: dict[Hashable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    """What a backend derives from it for this step, made in the first layer."""
 
 
 class Ops(ABC):
@@ -102,6 +106,13 @@ class Ops(ABC):
     def activation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What hidden states are kept in under weights (and a KV pool) of ``dtype``."""
         return dtype
+
+    def stack_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What `lora` wants the stacks of a model of ``dtype`` in; adapters are read in ``dtype``.
+
+        The activations' here: a product that is to be computed in it is spared the widening.
+        """
+        return self.activation_dtype(dtype)
 
     @abstractmethod
     def pack_linear(
@@ -147,6 +158,26 @@ class Ops(ABC):
         A block whose first token is written is cleared first: what an earlier owner left there
         (NaN, at worst) must not reach a later one even multiplied by zero.
         """
+
+    def rotary_and_write_kv(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        kv: KVLayer,
+        kv_slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """`rotary` and `write_kv` of one layer: rotated queries [rows, heads, head_dim].
+
+        ``qkv`` [rows, heads + 2 * kv heads, head_dim]: queries, keys, values, not rotated.
+        """
+        num_kv_heads = kv.keys.shape[1]
+        keys_end = qkv.shape[1] - num_kv_heads
+        # Queries and keys lie side by side: one call turns both.
+        turned = self.rotary(qkv[:, :keys_end], cos, sin)
+        heads = keys_end - num_kv_heads
+        self.write_kv(kv, turned[:, heads:], qkv[:, keys_end:], kv_slots)
+        return turned[:, :heads]
 
     @abstractmethod
     def attention(
