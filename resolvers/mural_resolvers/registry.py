@@ -31,6 +31,7 @@ from mural_resolvers.fetcher import AdapterFetcher
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
 from mural_resolvers.resolver import AdapterDescription, LoRAResolver, ResolvedAdapter
+from mural_resolvers.source_health import SourceHealth
 from mural_resolvers.tenants import Principal, authorize, may_use_source
 from mural_resolvers.turns import Turns
 
@@ -52,7 +53,10 @@ class RegistrySettings:
     their turn; beyond the first 503 at once, beyond the second 429.
     ``negative_ttl_s`` and ``max_negative``: how long and how many "not found" are remembered.
     ``down_s``: for how long a source that could not tell is not asked for what is cached.
-    ``max_resolved``: answers remembered for leases, and aliases for when a source is down.
+    ``hung_s``: for how long nobody waits for a source that answered nobody in time; then one
+    look-up at a time tries it.
+    ``max_resolved``: answers remembered for leases, and aliases for as long as their source says
+    and for when it is down.
     """
 
     timeout_s: float = 30.0
@@ -64,6 +68,7 @@ class RegistrySettings:
     negative_ttl_s: float = 5.0
     max_negative: int = 4096
     down_s: float = 2.0
+    hung_s: float = 5.0
     max_resolved: int = 4096
     retry_after_s: float = 2.0
 
@@ -123,7 +128,9 @@ class LoRAResolverRegistry:
         self._negative = _NegativeAnswers(settings, clock)
         self._created: set[_Scope] = set()
         """Flights whose name came to be while they looked for it."""
-        self._down_until: dict[str, float] = {}
+        self._health = {
+            name: SourceHealth(settings.down_s, settings.hung_s, clock) for name in self._resolvers
+        }
         self._resolved: OrderedDict[tuple[str, str], ResolvedAdapter] = OrderedDict()
         self._aliases: OrderedDict[AdapterName, AdapterName] = OrderedDict()
         self._closed = False
@@ -140,7 +147,8 @@ class LoRAResolverRegistry:
 
     def is_down(self, source: str) -> bool:
         """Whether a source could not tell when it was last asked, a moment ago."""
-        return self._clock() < self._down_until.get(source, 0.0)
+        health = self._health.get(source)
+        return health is not None and health.is_down
 
     async def get(self, principal: Principal, name: AdapterName) -> LoRARequest:
         """Find an adapter that the principal may use, and have its files on this machine.
@@ -352,16 +360,14 @@ class LoRAResolverRegistry:
         if self.is_down(resolver.name) and await self._cached(name) is not None:
             raise self._unavailable("The source was down a moment ago.")
         try:
-            async with asyncio.timeout(self._settings.source_timeout_s):
-                description = await resolver.resolve(principal, name, self._base)
+            with self._health[resolver.name].asking():
+                async with asyncio.timeout(self._settings.source_timeout_s):
+                    return await resolver.resolve(principal, name, self._base)
         except (TimeoutError, Unavailable) as error:
-            self._down_until[resolver.name] = self._clock() + self._settings.down_s
             told = "no answer in time" if isinstance(error, TimeoutError) else error
             logger.warning("resolver %s cannot tell about %s: %s", resolver.name, name, told)
             wait_s = getattr(error, "retry_after_s", None) or self._settings.retry_after_s
             raise Unavailable("The source cannot tell.", retry_after_s=wait_s) from None
-        self._down_until.pop(resolver.name, None)
-        return description
 
     async def _bring(self, found: _Described, scope: _Scope) -> ResolvedAdapter:
         resolver, description = found
