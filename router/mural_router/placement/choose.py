@@ -14,7 +14,7 @@ from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 from mural_router.placement.replicas import can_hold, holds, replicas_for
 
-__all__ = ["Bound", "Choice", "Reason", "choose", "eligible", "group_of", "has_room"]
+__all__ = ["Bound", "Choice", "Reason", "choose", "group_of", "has_room", "homes_of"]
 
 BASE_GROUPS = 1024
 """Groups of base requests fall into so many orders, which are kept; a few share one unharmed."""
@@ -72,14 +72,21 @@ class Bound:
         return self._of.get(replica.name, 0.0) < self.limit(replica)
 
 
-def has_room(replica: Replica, load: float, policy: PlacementPolicy = DEFAULT_POLICY) -> bool:
-    """Whether a replica with this load takes another sequence soon enough to send it there."""
+def has_room(
+    replica: Replica, load: float, policy: PlacementPolicy = DEFAULT_POLICY, *, home: bool = True
+) -> bool:
+    """Whether a replica with this load takes another sequence soon enough to send it there.
+
+    It may wait in line at home. Away from home it would wait to be loaded there besides, and take
+    another's place in memory: it is sent there only to begin at once.
+    """
     if replica.kv_usage >= policy.kv_full and replica.waiting > 0:
         return False
     if replica.max_num_seqs > 0:
-        return load < policy.overcommit * replica.max_num_seqs
+        return load < (policy.overcommit if home else 1.0) * replica.max_num_seqs
     # Those that run do so already: what exceeds them would wait.
-    return load - replica.running < policy.max_waiting or replica.waiting == 0
+    waits = load - replica.running if replica.waiting > 0 else 0.0
+    return waits < (policy.max_waiting if home else 1)
 
 
 def group_of(request: PlacementRequest) -> str | None:
@@ -89,7 +96,7 @@ def group_of(request: PlacementRequest) -> str | None:
     return None if request.prefix is None else f"prefix\0{request.prefix:x}"
 
 
-def eligible(request: PlacementRequest, fleet: Fleet, places: Iterable[int]) -> Iterator[int]:
+def _eligible(request: PlacementRequest, fleet: Fleet, places: Iterable[int]) -> Iterator[int]:
     """Those of some positions that the request may go to, in their order."""
     facts = None if request.adapter is None else fleet.facts(request.adapter)
     replicas, candidates, excluded = fleet.replicas, request.candidates, request.excluded
@@ -104,6 +111,26 @@ def eligible(request: PlacementRequest, fleet: Fleet, places: Iterable[int]) -> 
             yield i
 
 
+def homes_of(request: PlacementRequest, fleet: Fleet, k: int) -> list[int]:
+    """The positions of the first k that an adapter's request may go to; the base has no homes."""
+    if request.adapter is None:
+        return []
+    return list(islice(_places(request, fleet, fleet.members.order(request.adapter)), k))
+
+
+def _places(request: PlacementRequest, fleet: Fleet, ordered: Iterable[int]) -> Iterator[int]:
+    """The eligible ones among those accepting."""
+    accepting = fleet.accepting_set
+    if ordered is fleet.accepting and _is_free(request):
+        return iter(ordered)  # All of them: looking at each takes a third of such a choice.
+    return _eligible(request, fleet, (i for i in ordered if i in accepting))
+
+
+def _is_free(request: PlacementRequest) -> bool:
+    """Whether every accepting replica may take it."""
+    return request.adapter is None and request.candidates is None and not request.excluded
+
+
 def choose(
     request: PlacementRequest,
     fleet: Fleet,
@@ -112,12 +139,13 @@ def choose(
     declared: int | None = None,
     policy: PlacementPolicy = DEFAULT_POLICY,
 ) -> Choice | None:
-    """The replica for a request, or None: none that may take it has room, so it waits.
+    """The replica for a request, or None: its homes are full and no seat is free elsewhere.
 
     Among the adapter's k homes the least loaded that holds it and is within the bound; else one
     of them that is within the bound; else the next in the order that is. With k above 1 the
     requests of one group meet: a second rendezvous hash among the homes comes before their load.
-    Stale replicas are asked when no fresh one will do. ``declared`` is the adapter's k where an
+    Away from home a request is sent only where it begins at once. Stale replicas are asked when
+    no fresh one will do. ``declared`` is the adapter's k where an
     object or the operator says it.
     """
     chooser = _Chooser(request, fleet, loads, policy)
@@ -153,7 +181,8 @@ class _Chooser:
             return Choice(replicas[found], "resident", k, names)
         if (found := self._first(others)) is not None:
             return Choice(replicas[found], "home", k, names)
-        if (found := self._first(chain(places, self._stale_places(adapter)))) is not None:
+        away = chain(places, self._stale_places(adapter))
+        if (found := self._first(away, home=False)) is not None:
             return Choice(replicas[found], "spilled", k, names)
         return self._over_bound(adapter, k, names)
 
@@ -170,25 +199,23 @@ class _Chooser:
         return self._over_bound("", k, ())
 
     def _over_bound(self, key: str, k: int, homes: tuple[str, ...]) -> Choice | None:
-        fresh = self._places(self._fleet.members.order(key))
-        found = self._least_loaded(fresh, bounded=False)
+        places = self._places(self._fleet.members.order(key))
+        found = self._least_loaded(islice(places, k), bounded=False)
         if found is None:
-            found = self._least_loaded(self._stale_places(key), bounded=False)
-        return (
-            None if found is None else Choice(self._fleet.replicas[found], "over_bound", k, homes)
-        )
+            away = chain(places, self._stale_places(key))
+            home = self._request.adapter is None  # The base is at home everywhere.
+            found = self._least_loaded(away, bounded=False, home=home)
+        if found is None:
+            return None
+        return Choice(self._fleet.replicas[found], "over_bound", k, homes)
 
     def _places(self, ordered: Iterable[int]) -> Iterator[int]:
-        """The eligible ones among those accepting."""
-        request, accepting = self._request, self._fleet.accepting_set
-        if ordered is self._fleet.accepting and _is_free(request):
-            return iter(ordered)  # All of them: looking at each takes a third of such a choice.
-        return eligible(request, self._fleet, (i for i in ordered if i in accepting))
+        return _places(self._request, self._fleet, ordered)
 
     def _stale_places(self, key: str) -> Iterator[int]:
         """The eligible ones that have not been heard of, where others have."""
         accepting, ordered = self._fleet.accepting_set, self._fleet.members.order(key)
-        return eligible(self._request, self._fleet, (i for i in ordered if i not in accepting))
+        return _eligible(self._request, self._fleet, (i for i in ordered if i not in accepting))
 
     def _pick(self, homes: Sequence[int]) -> int | None:
         """One of the homes that hold the adapter: by group, else by load."""
@@ -197,14 +224,16 @@ class _Chooser:
             return self._least_loaded(homes, bounded=True)
         return self._first(self._fleet.members.ranked(homes, group))
 
-    def _first(self, places: Iterable[int]) -> int | None:
+    def _first(self, places: Iterable[int], *, home: bool = True) -> int | None:
         replicas, bound = self._fleet.replicas, self._bound
         for i in places:
-            if bound.within(replicas[i]) and self._has_room(replicas[i]):
+            if bound.within(replicas[i]) and self._has_room(replicas[i], home):
                 return i
         return None
 
-    def _least_loaded(self, places: Iterable[int], *, bounded: bool) -> int | None:
+    def _least_loaded(
+        self, places: Iterable[int], *, bounded: bool, home: bool = True
+    ) -> int | None:
         """By load for its weight; the first of those that tie."""
         replicas, loads = self._fleet.replicas, self._loads.by_name
         best, least = None, float("inf")
@@ -214,15 +243,10 @@ class _Chooser:
             if (
                 load < least
                 and (not bounded or self._bound.within(replica))
-                and self._has_room(replica)
+                and self._has_room(replica, home)
             ):
                 best, least = i, load
         return best
 
-    def _has_room(self, replica: Replica) -> bool:
-        return has_room(replica, self._loads.of(replica.name), self._policy)
-
-
-def _is_free(request: PlacementRequest) -> bool:
-    """Whether every accepting replica may take it."""
-    return request.adapter is None and request.candidates is None and not request.excluded
+    def _has_room(self, replica: Replica, home: bool) -> bool:
+        return has_room(replica, self._loads.of(replica.name), self._policy, home=home)

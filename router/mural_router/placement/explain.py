@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mural_router.placement.choose import Bound, Choice, choose, group_of, has_room
+from mural_router.placement.choose import Bound, choose, group_of, has_room, homes_of
 from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
-from mural_router.placement.replicas import can_hold
+from mural_router.placement.replicas import can_hold, replicas_for
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -59,7 +59,9 @@ def explain(
     choice = choose(request, fleet, loads, declared=declared, policy=policy)
     bound = Bound(request, fleet, loads, policy)
     key = request.adapter or ""
-    group_places = _group_places(request, fleet, choice)
+    k = _k(request, fleet, declared, policy)
+    homes = homes_of(request, fleet, k)
+    group_places = _group_places(request, fleet, homes)
     rows = []
     for place, i in enumerate(fleet.members.order(key)):
         replica = fleet.replicas[i]
@@ -67,14 +69,15 @@ def explain(
         against = _against(request, fleet, replica)
         if not bound.within(replica):
             against += ("over the bound",)
-        if not has_room(replica, load, policy):
-            against += ("full",)
+        home = i in homes or request.adapter is None
+        if not has_room(replica, load, policy, home=home):
+            against += ("full" if home else "no seat is free at once",)
         rows.append(
             Row(
                 replica=replica.name,
                 place=place,
                 score=fleet.members.score(i, key.encode()),
-                home=choice is not None and replica.name in choice.homes,
+                home=i in homes,
                 residency=_residency(replica, request.adapter),
                 load=load,
                 limit=bound.limit(replica),
@@ -84,18 +87,25 @@ def explain(
         )
     return Explanation(
         adapter=request.adapter,
-        k=0 if choice is None else choice.k,
+        k=k,
         choice=None if choice is None else choice.replica.name,
         reason="nobody that may take it has room" if choice is None else choice.reason,
         rows=tuple(rows),
     )
 
 
-def _group_places(request: PlacementRequest, fleet: Fleet, choice: Choice | None) -> dict[int, int]:
+def _k(
+    request: PlacementRequest, fleet: Fleet, declared: int | None, policy: PlacementPolicy
+) -> int:
+    if request.adapter is None:
+        return len(fleet.accepting)
+    return replicas_for(request.adapter, fleet, declared, policy)
+
+
+def _group_places(request: PlacementRequest, fleet: Fleet, homes: list[int]) -> dict[int, int]:
     group = group_of(request)
-    if group is None or choice is None or len(choice.homes) < 2:
+    if group is None or len(homes) < 2:
         return {}
-    homes = [i for i, replica in enumerate(fleet.replicas) if replica.name in choice.homes]
     return {i: place for place, i in enumerate(fleet.members.ranked(homes, group))}
 
 

@@ -28,10 +28,11 @@ class PlacementPolicy:
     """It loses one when fewer would be filled to less than this: the gap to `fill` is what keeps
     a steady load from moving it to and fro."""
     overcommit: float = 1.5
-    """A replica takes this many times the sequences that it computes at a time, those that wait
-    there included; beyond it requests wait in the router, where they are served fairly."""
+    """As a home, a replica takes this many times the sequences that it computes at a time, those
+    that wait there included; beyond it requests wait in the router, where they are served fairly.
+    As no home it takes what it computes at a time."""
     max_waiting: int = 32
-    """Sequences that may wait on a replica which does not say how many it computes at a time."""
+    """Sequences that may wait at a home which does not say how many it computes at a time."""
     kv_full: float = 0.95
     """With this part of its KV blocks in use and sequences waiting, a replica takes no more."""
 

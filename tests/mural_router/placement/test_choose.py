@@ -204,7 +204,18 @@ CASES = [
         "a full home spills though it is within the bound",
         SECOND,
         "spilled",
-        fleet=fleet(first=busy(48), second=busy(47), third=busy(48), last=busy(48)),
+        fleet=fleet(first=busy(12, max_num_seqs=8), second=busy(30), third=busy(30), last=busy(30)),
+    ),
+    Case(
+        "it may wait in line at home",
+        FIRST,
+        "resident",
+        fleet=fleet(first=busy(40, adapters=HELD), second=busy(40), third=busy(40), last=busy(40)),
+    ),
+    Case(
+        "away from home it is sent only where a seat is free, else it waits in the router",
+        None,
+        fleet=fleet(first=busy(48), second=busy(33), third=busy(32), last=busy(40)),
     ),
     Case(
         "a home whose KV is used up while sequences wait is full",
@@ -234,9 +245,9 @@ CASES = [
         "spilled",
         fleet=fleet(
             first=Replica("", reports=False, running=8, waiting=32),
-            second=busy(40),
-            third=busy(40),
-            last=busy(40),
+            second=busy(31),
+            third=busy(31),
+            last=busy(31),
         ),
     ),
     Case(

@@ -117,7 +117,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(steps=STEPS)
 def test_the_total_is_always_the_sum_and_nothing_stays_behind(
     steps: list[tuple[str, str, int]],

@@ -74,7 +74,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(fleet=fleets(), request=requests, declared=st.none() | st.integers(1, 9))
 def test_a_choice_may_take_the_request(
     fleet: Fleet, request: PlacementRequest, declared: int | None
@@ -92,7 +92,7 @@ def test_a_choice_may_take_the_request(
         assert len(choice.homes) <= choice.k
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(fleet=fleets(), request=requests, declared=st.none() | st.integers(1, 9))
 def test_an_explanation_tells_the_choice_that_is_made(
     fleet: Fleet, request: PlacementRequest, declared: int | None
@@ -115,7 +115,7 @@ def test_an_explanation_tells_the_choice_that_is_made(
         assert {row.replica for row in told.rows if row.home} == set(choice.homes)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(fleet=fleets(), request=requests)
 def test_two_routers_that_see_the_same_fleet_choose_the_same(
     fleet: Fleet, request: PlacementRequest
@@ -127,7 +127,7 @@ def test_two_routers_that_see_the_same_fleet_choose_the_same(
     assert choose(request, fleet, one.loads) == choose(request, seen_twice, other.loads)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     fleet=fleets(),
     adapter=adapters,

@@ -89,7 +89,7 @@ def test_an_empty_fleet_still_has_a_k() -> None:
     assert replicas_for(ADAPTER, Fleet()) == 1
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     work=st.floats(0.0, 12.0),
     part=st.floats(0.0, 1.0),
