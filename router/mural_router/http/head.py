@@ -100,7 +100,7 @@ def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
     length: bytes | None = None
     coding: bytes | None = None
     host: bytes | None = None
-    keep = minor == b"1"
+    options: set[bytes] = set()
     expects = False
     for line in lines.split(b"\r\n")[:-1]:
         name, _, value = line.partition(b":")
@@ -114,7 +114,7 @@ def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
         elif name == b"transfer-encoding":
             coding = _only(coding, value, "Transfer-Encoding")
         elif name == b"connection":
-            keep = _keeps(value, keep)
+            options |= _connection_options(value)
         elif name == b"expect":
             expects = _expects(value)
     if len(fields) > max_fields:
@@ -128,7 +128,7 @@ def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
         fields=fields,
         length=_request_length(length, coding, minor),
         chunked=coding is not None,
-        keep=keep,
+        keep=_keeps(options, minor),
         expects_continue=expects and minor == b"1",
     )
 
@@ -177,15 +177,17 @@ def _only(before: bytes | None, value: bytes, name: str) -> bytes:
     return value
 
 
-def _keeps(value: bytes, keep: bool) -> bool:
+def _connection_options(value: bytes) -> set[bytes]:
     options = {option.strip(b" \t") for option in value.lower().split(b",")}
     # A connection option takes the field that it names away from the request: no client may
     # have that done to a field that means something here.
     if not options <= _CONNECTION_OPTIONS:
         raise BadRequest("The request's Connection names a field that is not of the connection.")
-    if b"close" in options:
-        return False
-    return keep or b"keep-alive" in options
+    return options
+
+
+def _keeps(options: set[bytes], minor: bytes) -> bool:
+    return b"close" not in options and (minor == b"1" or b"keep-alive" in options)
 
 
 def _expects(value: bytes) -> bool:

@@ -547,7 +547,7 @@ class Server:
         """Bind; give the address. Raises `OSError`."""
         settings = self.settings
         self._listener = await self.loop.create_server(
-            lambda: _Connection(self),
+            self.connection,
             settings.host,
             settings.port,
             ssl=context,
@@ -556,6 +556,10 @@ class Server:
         )
         host, port = self._listener.sockets[0].getsockname()[:2]
         return host, port
+
+    def connection(self) -> asyncio.Protocol:
+        """The protocol of a new connection."""
+        return _Connection(self)
 
     def admit(self, connection: _Connection) -> bool:
         self._connections.add(connection)

@@ -14,8 +14,8 @@ __all__ = ["MARK", "Usage", "UsageReader", "find_usage"]
 MARK: Final = b'"prompt_tokens":'
 """Stands in every usage object."""
 
-_PROMPT = re.compile(rb'"prompt_tokens":\s?([0-9]{1,12})')
-_COMPLETION = re.compile(rb'"completion_tokens":\s?([0-9]{1,12})')
+_PROMPT = re.compile(rb'"prompt_tokens":\s?([0-9]{1,9})(?![0-9])')
+_COMPLETION = re.compile(rb'"completion_tokens":\s?([0-9]{1,9})(?![0-9])')
 _START = re.compile(rb'"usage":\s?\{')
 _KEPT_BYTES: Final = 512
 
