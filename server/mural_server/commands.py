@@ -255,7 +255,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--ops",
-        choices=("auto", "reference", "packed"),
+        choices=("auto", "reference", "packed", "native"),
         help="operators (default auto: the fastest that this machine can run)",
     )
 

@@ -36,7 +36,7 @@ GiB = 1 << 30
 
 DType = Literal["auto", "float32", "bfloat16"]
 AuthMode = Literal["keys", "router", "open"]
-OpsBackend = Literal["auto", "reference", "packed"]
+OpsBackend = Literal["auto", "reference", "packed", "native"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 # Where a CPU multiplies bfloat16 itself; elsewhere it is emulated and slower than float32.

@@ -12,7 +12,17 @@ import torch.nn.functional as F
 
 from mural_server.ops.base import PackedLinear
 
-__all__ = ["LinearForm", "MeasuredForm", "fastest_form", "multiply", "pack"]
+__all__ = [
+    "TRIAL_ROWS",
+    "TRIAL_SHAPE",
+    "LinearForm",
+    "MeasuredForm",
+    "fastest_form",
+    "multiply",
+    "pack",
+    "prepacked_form",
+    "time_ratio",
+]
 
 LinearForm = Literal["plain", "prepacked", "half"]
 """``plain``: `F.linear`. ``prepacked``: oneDNN's own layout. ``half``: the weight in float16, in
@@ -82,7 +92,7 @@ def fastest_form(dtype: torch.dtype) -> MeasuredForm:
     A CPU without units for bfloat16 (AMX, or two dot-product ports) multiplies it no faster than
     float32, and oneDNN's large products in it are then slower than float32's.
     """
-    if dtype not in PREPACK_DTYPES or not _can_prepack(dtype):
+    if prepacked_form(dtype) == "plain":
         return MeasuredForm("plain", None)
     if dtype != torch.bfloat16 or not _can_halve():
         return MeasuredForm("prepacked", None)
@@ -90,16 +100,25 @@ def fastest_form(dtype: torch.dtype) -> MeasuredForm:
     return MeasuredForm("half" if ratio < CLEARLY_FASTER else "prepacked", ratio)
 
 
+def prepacked_form(dtype: torch.dtype) -> LinearForm:
+    """``prepacked`` where oneDNN's operators are what they were, else ``plain``."""
+    return "prepacked" if dtype in PREPACK_DTYPES and _can_prepack(dtype) else "plain"
+
+
+def time_ratio(
+    first: Callable[[], object], second: Callable[[], object], trials: int = TRIALS
+) -> float:
+    """Time of the ``first`` call over the ``second``'s: the best of ``trials``, run in turns."""
+    times = [(_seconds(first), _seconds(second)) for _ in range(trials + 1)][1:]
+    return min(time for time, _ in times) / min(time for _, time in times)
+
+
 def _half_over_prepacked(rows: int) -> float:
     weight = torch.linspace(-1, 1, TRIAL_SHAPE[0] * TRIAL_SHAPE[1]).view(TRIAL_SHAPE).bfloat16()
     x = torch.linspace(-1, 1, rows * TRIAL_SHAPE[1]).view(rows, -1)
     half, prepacked = pack(weight, None, "half"), pack(weight, None, "prepacked")
     narrow = x.bfloat16()
-    times = [
-        (_seconds(lambda: multiply(x, half)), _seconds(lambda: multiply(narrow, prepacked)))
-        for _ in range(TRIALS + 1)
-    ][1:]
-    return min(time for time, _ in times) / min(time for _, time in times)
+    return time_ratio(lambda: multiply(x, half), lambda: multiply(narrow, prepacked))
 
 
 def _seconds(call: Callable[[], object]) -> float:
