@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from mural_resolvers.errors import InvalidInput, Unavailable
+from mural_resolvers.errors import InvalidInput
+from mural_server.api.errors import NotTaken
 
 __all__ = ["Admission", "may_enter"]
 
@@ -52,18 +53,18 @@ class Admission:
 
     @contextmanager
     def enter(self, tenant: str, count: int) -> Iterator[None]:
-        """Hold ``count`` places; raise `Unavailable` when there are none, `InvalidInput` when there
+        """Hold ``count`` places; raise `NotTaken` when there are none, `InvalidInput` when there
         never will be.
         """
         if not self.accepting:
-            raise Unavailable(self.refusal, retry_after_s=5.0)
+            raise NotTaken(self.refusal, retry_after_s=5.0)
         if count > self._capacity:
             raise InvalidInput(
                 f"The request asks for {count} sequences at once; this server takes "
                 f"{self._capacity} in all."
             )
         if not may_enter(tenant, count, self._open, self._capacity):
-            raise Unavailable("Too many requests are waiting on this server.", retry_after_s=2.0)
+            raise NotTaken("Too many requests are waiting on this server.", retry_after_s=2.0)
         self._open[tenant] += count
         self._idle.clear()
         try:

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from mural_resolvers.errors import AdapterNotFound, InvalidInput, MuralError
+from mural_resolvers.errors import AdapterNotFound, InvalidInput, MuralError, Unavailable
 from mural_resolvers.redaction import redacted
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = [
     "InvalidUserInput",
     "LoRANotFound",
     "MethodNotAllowed",
+    "NotTaken",
     "RequestTimeout",
     "RouteNotFound",
     "RuntimeUpdatesOff",
@@ -56,6 +57,10 @@ class MethodNotAllowed(MuralError):
     status = 405
     code = "method_not_allowed"
     type = "invalid_request_error"
+
+
+class NotTaken(Unavailable):
+    """Refused before any work: another replica may be asked at once."""
 
 
 class RequestTimeout(MuralError):
@@ -123,6 +128,9 @@ def error_response(error: MuralError) -> Response:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, NotTaken):
+        # For the router, which tries no other 503 again: a cold load would be as cold elsewhere.
+        headers["x-mural-retry"] = "elsewhere"
     if error.status in (408, 413):
         # The rest of the body will not be read, so the connection cannot be used again.
         headers["connection"] = "close"

@@ -1,0 +1,448 @@
+"""Routing as a whole, over a fleet that the test makes up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from mural_resolvers.errors import (
+    AdapterNotFound,
+    Forbidden,
+    InvalidInput,
+    MalformedName,
+    MuralError,
+    RateLimited,
+    Unauthorized,
+    Unavailable,
+)
+from mural_resolvers.names import parse_name
+from mural_resolvers.tenants import Principal, TenantLimits
+from mural_resolvers.versions import AliasTarget
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.report import Base
+from mural_router.limits.local import LocalLimiter
+from mural_router.limits.queue import FairQueue
+from mural_router.placement import Fleet, PlacementPolicy, Replica, Residency
+from mural_router.routing.access_log import AccessLog
+from mural_router.routing.ask import Ask, Outcome, Routed
+from mural_router.routing.breaker import Breakers, BreakerSettings
+from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.identity import Authenticator
+from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.retry import RetryBudget, RetrySettings
+from mural_router.routing.router import FleetRouting, RoutingOptions
+from mural_router.routing.versions import KnownVersions, Versions, VersionSource
+
+DIGEST = "d" * 64
+
+
+def resident(*names: str) -> dict[str, Residency]:
+    return {parse_name(name).exact: Residency("slot", digest=DIGEST, rank=4) for name in names}
+
+
+class MadeUpFleet:
+    """Replicas a, b, … that hold what a test says."""
+
+    def __init__(self, *adapters: dict[str, Residency], engine: str = "mural") -> None:
+        self.base = Base(("tiny",), "")
+        self.engine = engine
+        self.suspected: list[str] = []
+        self._told: list[Callable[[Fleet], None]] = []
+        self.fleet = Fleet()
+        self.set(
+            *(
+                Replica(name, slots=4, max_num_seqs=4, max_lora_rank=8, adapters=held)
+                for name, held in zip("abcdef", adapters, strict=False)
+            )
+        )
+
+    def set(self, *replicas: Replica) -> None:
+        self.fleet = Fleet(replicas)
+        for told in self._told:
+            told(self.fleet)
+
+    def endpoint(self, name: str) -> Endpoint | None:
+        if name not in {replica.name for replica in self.fleet.replicas}:
+            return None
+        engine = "vllm" if self.engine == "vllm" else "mural"
+        return Endpoint(name, f"10.0.0.{ord(name) - 96}", 8000, engine=engine)
+
+    def suspect(self, name: str) -> None:
+        self.suspected.append(name)
+
+    def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]:
+        self._told.append(callback)
+        return lambda: self._told.remove(callback)
+
+
+class Keys(Authenticator):
+    """``Bearer acme`` is the tenant acme."""
+
+    def __init__(self, **limits: TenantLimits) -> None:
+        super().__init__("keys")
+        self.limits = limits
+
+    def principal(self, authorization: tuple[str, ...]) -> Principal:
+        if len(authorization) != 1:
+            raise Unauthorized()
+        tenant = authorization[0].removeprefix("Bearer ")
+        return Principal(tenant=tenant, limits=self.limits.get(tenant, TenantLimits()))
+
+
+class Aliases(VersionSource):
+    async def read(self, tenant: str, adapter: str) -> KnownVersions:
+        stable = (AliasTarget("v3", 90), AliasTarget("v4", 10))
+        return KnownVersions({"stable": stable}, {"v3": "3" * 64, "v4": None})
+
+
+class Made:
+    """A routing with its parts, and the lines of its log."""
+
+    def __init__(
+        self, fleet: MadeUpFleet, *, auth: Authenticator | None = None, wait_s: float = 0.05
+    ) -> None:
+        self.fleet = fleet
+        self.lines: list[dict[str, object]] = []
+        self.queue: FairQueue[Attempt] = FairQueue()
+        self.metrics = RouterMetrics()
+        self.limiter = LocalLimiter()
+        self.breakers = Breakers(BreakerSettings(failures=2), draw=lambda: 0.5)
+        self.log = AccessLog(flush_s=60, write=self._write)
+        clock = asyncio.get_running_loop().time
+        self.dispatch = Dispatch(
+            fleet,
+            self.breakers,
+            self.metrics,
+            policy=PlacementPolicy(),
+            clock=clock,
+            freed=self.queue.pump,
+        )
+        self.routing = FleetRouting(
+            auth=auth or Keys(),
+            versions=Versions(Aliases()),
+            limiter=self.limiter,
+            queue=self.queue,
+            dispatch=self.dispatch,
+            budget=RetryBudget(RetrySettings()),
+            metrics=self.metrics,
+            log=self.log,
+            tracing=None,
+            options=RoutingOptions(queue_wait_s=wait_s, router_token="the-token"),
+            clock=clock,
+        )
+
+    def _write(self, data: bytes) -> None:
+        self.lines += [json.loads(line) for line in data.splitlines()]
+
+    async def logged(self) -> list[dict[str, object]]:
+        await self.log.close()
+        return self.lines
+
+    async def ask(self, model: str, tenant: str = "acme", **more: object) -> Routed:
+        body = json.dumps({"model": model, "prompt": "hello", **more}).encode()
+        return await self.routing.route(
+            Ask("/v1/completions", (f"Bearer {tenant}",), body, headers={"x-session-id": "s"})
+        )
+
+
+def done(routed: Routed, status: int = 200, **more: object) -> None:
+    routed.done(Outcome(status=status, **more))  # type: ignore[arg-type]  # fields by name
+
+
+async def test_a_request_goes_where_its_adapter_is_with_the_routers_word_and_not_the_clients():
+    made = Made(MadeUpFleet({}, resident("acme:v3"), {}))
+    routed = await made.ask("acme:v3")
+    headers, answer = dict(routed.request_headers), dict(routed.answer_headers)
+    assert headers["authorization"] == "Bearer the-token"
+    assert headers["x-mural-tenant"] == "acme"
+    assert headers["x-mural-digest"] == "3" * 64
+    assert answer["x-mural-adapter"] == "acme:v3"
+    assert answer["x-mural-replica"] == routed.endpoint.name
+    assert answer["x-request-id"] == headers["x-request-id"]
+    done(routed)
+
+
+async def test_an_alias_is_rewritten_to_one_exact_version_for_one_session():
+    made = Made(MadeUpFleet({}, {}))
+    models = set()
+    for _ in range(5):
+        routed = await made.ask("acme:stable")
+        models.add(json.loads(routed.body)["model"])
+        done(routed, first_byte_s=0.1)
+    assert len(models) == 1
+    assert models < {"acme:v3", "acme:v4"}
+    line = (await made.logged())[0]
+    assert (line["asked"], line["adapter"]) == ("acme:stable", models.pop())
+
+
+async def test_two_names_of_one_version_are_one_adapter():
+    made = Made(MadeUpFleet({}, {}, {}))
+    first = await made.ask("acme:v3")
+    done(first)
+    second = await made.ask("acme/default:v3")
+    done(second)
+    assert first.endpoint == second.endpoint
+    assert json.loads(second.body)["model"] == "acme:v3"
+
+
+@pytest.mark.parametrize(
+    ("model", "error"),
+    [
+        ("globex:v1", Forbidden),
+        ("globex", Forbidden),
+        ("No Name", MalformedName),
+        ("acme:..", MalformedName),
+        ("acme/none", AdapterNotFound),
+        ("", MalformedName),
+        (5, InvalidInput),
+    ],
+)
+async def test_refusals_have_their_error_and_leave_nothing_behind(
+    model: str, error: type[MuralError]
+):
+    made = Made(MadeUpFleet({}, {}), auth=Keys(acme=TenantLimits(concurrency=1)))
+    if error is AdapterNotFound:
+        made.routing._versions = Versions(None)
+    for _ in range(3):
+        with pytest.raises(error):
+            await made.ask(model)
+    assert made.dispatch.ledger.loads.total == 0
+    lines = await made.logged()
+    assert [line["status"] for line in lines] == [error.status] * 3
+    assert made.metrics.refusals.total() == 3
+
+
+async def test_without_a_key_nothing_else_is_looked_at():
+    made = Made(MadeUpFleet({}))
+    with pytest.raises(Unauthorized):
+        await made.routing.route(Ask("/v1/completions", (), b"no json"))
+
+
+async def test_a_registered_name_needs_its_grant_or_to_be_shared():
+    made = Made(MadeUpFleet({"sql-expert": Residency("slot")}, {}))
+    with pytest.raises(Forbidden):
+        await made.ask("sql-expert")
+    made.routing.options = replace(made.routing.options, shared_names=frozenset({"sql-expert"}))
+    routed = await made.ask("sql-expert")
+    assert json.loads(routed.body)["model"] == "sql-expert"
+    done(routed)
+
+
+async def test_while_nobody_has_told_what_the_base_is_a_bare_name_is_not_guessed_at():
+    fleet = MadeUpFleet({})
+    fleet.base = Base()
+    with pytest.raises(Unavailable):
+        await Made(fleet).ask("tiny")
+
+
+async def test_a_lost_connection_is_tried_on_another_replica_and_told_to_the_fleet():
+    made = Made(MadeUpFleet({}, {}, {}))
+    routed = await made.ask("acme:v3")
+    first = routed.endpoint.name
+    assert routed.retry("connect: refused")
+    assert routed.endpoint.name != first
+    assert made.fleet.suspected == [first]
+    assert dict(routed.answer_headers)["x-mural-replica"] == routed.endpoint.name
+    routed.answered(200)
+    done(routed, prompt_tokens=3, completion_tokens=4)
+    assert made.dispatch.ledger.loads.total == 0
+    (line,) = await made.logged()
+    assert (line["attempts"], line["completion_tokens"]) == (2, 4)
+
+
+async def test_attempts_end_with_the_replicas_or_the_bound():
+    made = Made(MadeUpFleet({}, {}, {}, {}, {}))
+    routed = await made.ask("acme:v3")
+    seen = {routed.endpoint.name}
+    while routed.retry("connect: refused"):
+        assert routed.endpoint.name not in seen
+        seen.add(routed.endpoint.name)
+    assert len(seen) == 3
+    done(routed, 503, error="no replica could be reached")
+    alone = Made(MadeUpFleet({}))
+    routed = await alone.ask("acme:v3")
+    assert not routed.retry("connect: refused")
+    done(routed, 503)
+    assert alone.metrics.retries["replicas"] == 1
+    assert alone.dispatch.ledger.loads.total == 0
+
+
+async def test_a_replica_that_keeps_failing_is_left_alone_and_4xx_and_503_never_count():
+    made = Made(MadeUpFleet({}, {}))
+    home = (await made.ask("acme:v3")).endpoint.name
+    for status in (400, 404, 422, 429, 503) * 5:
+        routed = await made.ask("acme:v3")
+        routed.answered(status)
+        done(routed, status)
+    assert made.breakers.excluded(0.0) == frozenset()
+    for _ in range(2):
+        routed = await made.ask("acme:v3")
+        assert routed.endpoint.name == home
+        routed.answered(500)
+        done(routed, 500)
+    routed = await made.ask("acme:v3")
+    assert routed.endpoint.name != home
+
+
+async def test_a_cold_load_that_takes_too_long_does_not_count_against_the_replica():
+    made = Made(MadeUpFleet({}))
+    for _ in range(5):
+        routed = await made.ask("acme:v3")
+        done(routed, 503, error="no answer in time", replica_failed=True)
+    assert made.breakers.states(0.0).get("a", "closed") == "closed"
+    warm = Made(MadeUpFleet(resident("acme:v3")))
+    for _ in range(2):
+        routed = await warm.ask("acme:v3")
+        done(routed, 503, error="no answer in time", replica_failed=True)
+    assert warm.breakers.states(0.0)["a"] == "open"
+
+
+async def test_over_its_own_limit_a_tenant_is_told_and_tokens_are_settled_by_real_usage():
+    limits = TenantLimits(tokens_per_minute=600)
+    made = Made(MadeUpFleet({}, {}), auth=Keys(acme=limits))
+    first = await made.ask("acme:v3", max_tokens=500)
+    with pytest.raises(RateLimited):
+        await made.ask("acme:v3", max_tokens=500)
+    first.answered(200)
+    done(first, prompt_tokens=2, completion_tokens=8)
+    done(await made.ask("acme:v3", max_tokens=500))
+    with pytest.raises(RateLimited):
+        await made.ask("acme:v3", max_tokens=500)
+    done(await made.ask("globex:v3", "globex", max_tokens=500))
+
+
+async def test_a_full_fleet_makes_requests_wait_and_those_that_wait_too_long_are_told_503():
+    made = Made(MadeUpFleet({}))
+    held = [await made.ask("acme:v3") for _ in range(6)]
+    with pytest.raises(Unavailable) as refused:
+        await made.ask("acme:v3")
+    assert refused.value.retry_after_s is not None
+    made.routing.options = replace(made.routing.options, queue_wait_s=60.0)
+    waiting = asyncio.create_task(made.ask("globex:v3", "globex"))
+    while made.queue.snapshot().waiting == 0:  # noqa: ASYNC110 - the queue has no event for it
+        await asyncio.sleep(0)
+    done(held.pop())
+    routed = await waiting
+    done(routed)
+    for other in held:
+        done(other)
+    assert made.dispatch.ledger.loads.total == 0
+    lines = await made.logged()
+    assert [line["status"] for line in lines if line["status"] != 200] == [503]
+    assert any("queued_s" in line for line in lines)
+
+
+async def test_a_client_that_leaves_the_queue_leaves_nothing_behind():
+    made = Made(MadeUpFleet({}), auth=Keys(globex=TenantLimits(concurrency=1)), wait_s=60)
+    held = [await made.ask("acme:v3") for _ in range(6)]
+    waiting = asyncio.create_task(made.ask("globex:v3", "globex"))
+    while made.queue.snapshot().waiting == 0:  # noqa: ASYNC110 - the queue has no event for it
+        await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert made.queue.snapshot().waiting == 0
+    for routed in held:
+        done(routed)
+    done(await made.ask("globex:v3", "globex"))
+    assert (await made.logged())[0]["status"] == 0
+
+
+async def test_with_nobody_ready_a_client_is_told_soon():
+    fleet = MadeUpFleet({})
+    fleet.set(replace(fleet.fleet.replicas[0], ready=False))
+    made = Made(fleet)
+    with pytest.raises(Unavailable):
+        await made.ask("acme:v3")
+
+
+async def test_a_gateways_subset_limits_the_choice_and_an_unknown_one_is_503():
+    made = Made(MadeUpFleet({}, {}, {}))
+    body = b'{"model":"acme:v3","prompt":"x"}'
+    for address, name in (("10.0.0.1:8000", "a"), ("10.0.0.3:8000", "c")):
+        ask = Ask("/v1/completions", ("Bearer acme",), body, candidates=frozenset({address}))
+        routed = await made.routing.route(ask)
+        assert routed.endpoint.name == name
+        assert not routed.retry("connect: refused")
+        done(routed)
+    with pytest.raises(Unavailable):
+        await made.routing.route(
+            Ask("/v1/completions", ("Bearer acme",), body, candidates=frozenset({"1.1.1.1:1"}))
+        )
+
+
+async def test_tokenising_is_not_counted_as_generation():
+    made = Made(MadeUpFleet({}), auth=Keys(acme=TenantLimits(tokens_per_minute=10)))
+    for _ in range(30):
+        routed = await made.routing.route(
+            Ask("/tokenize", ("Bearer acme",), b'{"model":"tiny","prompt":"x"}')
+        )
+        done(routed)
+
+
+async def test_what_is_sent_to_vllm_is_the_exact_name_and_the_pods_own_key():
+    made = Made(MadeUpFleet({}, engine="vllm"))
+    made.routing.options = RoutingOptions(vllm_api_key="pod", router_token="the-token")
+    routed = await made.ask("acme:stable")
+    assert dict(routed.request_headers)["authorization"] == "Bearer pod"
+    assert "x-mural-tenant" not in dict(routed.request_headers)
+    assert json.loads(routed.body)["model"] in ("acme:v3", "acme:v4")
+    assert routed.may_retry(503, None)
+    done(routed)
+
+
+async def test_uploads_of_one_tenant_go_to_one_server_with_its_identity():
+    made = Made(MadeUpFleet({}, {}, {}))
+    ask = Ask("/v1/adapters/acme:v9", ("Bearer acme",))
+    homes = set()
+    for _ in range(3):
+        forwarded = await made.routing.forward(ask)
+        homes.add(forwarded.endpoint.name)
+        assert dict(forwarded.request_headers)["x-mural-tenant"] == "acme"
+        done(forwarded, 201)
+    assert len(homes) == 1
+    assert forwarded.retry("connect: refused")
+    assert forwarded.endpoint.name not in homes
+    with pytest.raises(Unavailable):
+        await Made(MadeUpFleet({}, engine="vllm")).routing.forward(ask)
+
+
+async def test_models_are_filtered_and_one_is_found_under_its_alias():
+    made = Made(MadeUpFleet(resident("acme:v3"), resident("globex:v1", "acme:v1")))
+    listed = json.loads(await made.routing.models(Ask("/v1/models", ("Bearer acme",))))
+    assert [card["id"] for card in listed["data"]] == ["tiny", "acme:v1", "acme:v3"]
+    assert listed["data"][1]["parent"] == "tiny"
+    ask = Ask("/v1/models/x", ("Bearer acme",))
+    assert json.loads(await made.routing.model(ask, "acme:v3"))["digest"] == DIGEST
+    assert json.loads(await made.routing.model(ask, "tiny"))["id"] == "tiny"
+    with pytest.raises(Forbidden):
+        await made.routing.model(ask, "globex:v1")
+    with pytest.raises(AdapterNotFound):
+        await made.routing.model(ask, "acme:v77")
+
+
+async def test_names_that_somebody_makes_up_take_no_labels():
+    made = Made(MadeUpFleet({}, {}))
+    for at in range(300):
+        routed = await made.ask(f"acme:made-up-{at}")
+        routed.answered(404)
+        done(routed, 404)
+    assert [name for name, _ in made.metrics.adapters()] == ["other"]
+    routed = await made.ask("acme:v3")
+    done(routed, first_byte_s=0.1, prompt_tokens=2, completion_tokens=3)
+    assert [name for name, _ in made.metrics.adapters()] == ["acme:v3", "other"]
+    text = made.metrics.exposition().decode()
+    assert 'mural_router_adapter_requests_total{adapter="other",outcome="client_error"} 300' in text
+
+
+async def test_two_routers_that_see_one_fleet_choose_alike():
+    fleet = MadeUpFleet({}, {}, {}, {})
+    one, two = Made(fleet), Made(fleet)
+    for at in range(50):
+        first, second = await one.ask(f"acme:v{at}"), await two.ask(f"acme:v{at}")
+        assert first.endpoint == second.endpoint
+        done(first)
+        done(second)
