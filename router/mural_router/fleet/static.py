@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable
 from urllib.parse import SplitResult, urlsplit
 
 from mural_router.fleet.discovery import Discovery
-from mural_router.fleet.endpoint import Endpoint, Engine
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.options import read_engine, read_port, read_weight, split_options
 
 __all__ = ["StaticDiscovery", "parse_endpoint"]
 
@@ -37,15 +37,14 @@ def parse_endpoint(text: str) -> Endpoint:
     The control port of a Mural server is the next one after its port unless it is given; the name
     is ``host:port``. Raises ValueError with what is wrong.
     """
-    url, *pairs = text.split(",")
-    options = _options(text, pairs)
+    url, options = split_options(text, OPTIONS)
     parts = _url(text, url)
     host, tls = parts.hostname or "", parts.scheme == "https"
     port = parts.port or DEFAULT_PORTS[parts.scheme]
-    engine = _engine(text, options.get("engine", "mural"))
+    engine = read_engine(text, options.get("engine", "mural"))
     control_port: int | None = None
     if engine == "mural":
-        control_port = _port(text, options.get("control", str(port + 1)))
+        control_port = read_port(text, options.get("control", str(port + 1)))
     elif "control" in options:
         raise ValueError(f"{text!r}: vLLM has no control port")
     return Endpoint(
@@ -55,18 +54,8 @@ def parse_endpoint(text: str) -> Endpoint:
         engine=engine,
         control_port=control_port,
         tls=tls,
-        weight=_weight(text, options.get("weight", "1")),
+        weight=read_weight(text, options.get("weight", "1")),
     )
-
-
-def _options(text: str, pairs: Iterable[str]) -> Mapping[str, str]:
-    options: dict[str, str] = {}
-    for pair in pairs:
-        key, _, value = pair.partition("=")
-        if key not in OPTIONS or not value or key in options:
-            raise ValueError(f"{text!r}: {pair!r} is none of {', '.join(OPTIONS)}=…, each once")
-        options[key] = value
-    return options
 
 
 def _url(text: str, url: str) -> SplitResult:
@@ -76,27 +65,3 @@ def _url(text: str, url: str) -> SplitResult:
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{text!r}: a replica is a host and a port, nothing more")
     return parts
-
-
-def _engine(text: str, value: str) -> Engine:
-    if value == "mural":
-        return "mural"
-    if value == "vllm":
-        return "vllm"
-    raise ValueError(f"{text!r}: the engine is mural or vllm")
-
-
-def _port(text: str, value: str) -> int:
-    if not value.isascii() or not value.isdecimal() or not 0 < int(value) < 1 << 16:
-        raise ValueError(f"{text!r}: {value!r} is not a port")
-    return int(value)
-
-
-def _weight(text: str, value: str) -> float:
-    try:
-        weight = float(value)
-    except ValueError:
-        weight = math.nan
-    if not 0 < weight < math.inf:
-        raise ValueError(f"{text!r}: the weight is a number above 0")
-    return weight

@@ -14,6 +14,7 @@ from mural_router.fleet.follow import MuralFollower
 from mural_router.fleet.follower import Follower, Listener
 from mural_router.fleet.member import Member, MemberView
 from mural_router.fleet.report import Base, agreed_base
+from mural_router.fleet.scrape import VLLMFollower
 from mural_router.placement import Fleet
 
 __all__ = ["FleetSettings", "FleetView"]
@@ -34,6 +35,10 @@ class FleetSettings:
     """For the control API of Mural servers."""
     ssl: tls.SSLContext = field(default_factory=tls.create_default_context)
     """For endpoints with TLS: what their certificates are checked with."""
+    vllm_api_key: str | None = None
+    """For the list of models of vLLM pods that ask for one."""
+    scrape_interval_s: float = 1.0
+    """Of vLLM pods."""
     stale_after_s: float = 12.0
     """Silence after which a replica is stale; a server's heartbeats are 5 s apart."""
 
@@ -161,10 +166,19 @@ class FleetView:
 
     def _follower(self, endpoint: Endpoint, listener: Listener) -> Follower:
         settings = self._settings
+        ssl = settings.ssl if endpoint.tls else None
+        if endpoint.engine == "vllm":
+            return VLLMFollower(
+                endpoint,
+                listener,
+                api_key=settings.vllm_api_key,
+                ssl=ssl,
+                interval_s=settings.scrape_interval_s,
+            )
         return MuralFollower(
             endpoint,
             listener,
             token=settings.control_token,
-            ssl=settings.ssl if endpoint.tls else None,
+            ssl=ssl,
             idle_timeout_s=settings.stale_after_s,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import ssl as tls
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
 __all__ = ["Exchange", "ExchangeError", "Head", "exchange"]
@@ -51,6 +51,16 @@ class Exchange:
             if size > max_bytes:
                 raise ValueError(f"the body is over {max_bytes} bytes")
             pieces.append(piece)
+        return b"".join(pieces)
+
+    async def beginning(self, max_bytes: int) -> bytes:
+        """The body's first ``max_bytes`` at most; the rest is not read."""
+        pieces: list[bytes] = []
+        left = max_bytes
+        async with aclosing(self._pieces(None)) as body:
+            while left > 0 and (piece := await anext(body, None)) is not None:
+                pieces.append(piece[:left])
+                left -= len(piece)
         return b"".join(pieces)
 
     async def lines(self, max_bytes: int, idle_timeout_s: float) -> AsyncGenerator[bytes, None]:
