@@ -26,7 +26,7 @@ class ConnectFailed(Exception):
     """No connection came to be; nothing was sent."""
 
 
-class AnswerTimeout(Exception):
+class AnswerTimeout(Exception):  # and no TimeoutError, which is an OSError: nothing was lost
     """The replica was silent for too long."""
 
 

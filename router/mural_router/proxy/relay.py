@@ -8,16 +8,9 @@ from abc import abstractmethod
 from typing import Final
 
 from mural_resolvers.errors import MuralError
-from mural_router.http.errors import BrokenAnswer
 from mural_router.http.head import Field, ResponseHead
 from mural_router.http.server import Exchange, Reader, status_line
-from mural_router.http.upstream import (
-    AnswerTimeout,
-    Caller,
-    ConnectFailed,
-    ReplicaConnection,
-    ReplicaPool,
-)
+from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
 from mural_router.proxy.errors import told
 from mural_router.proxy.events import EventRelay, error_event
 from mural_router.proxy.usage import Usage, UsageReader
@@ -189,17 +182,16 @@ class Relay(Caller, Reader):
         if self._began:
             self._break_off(error)
             return
-        lost = not isinstance(error, (AnswerTimeout, BrokenAnswer))
-        if isinstance(error, OSError) and lost and self._may_ask_again():
-            if connection.requests > 1 and not self._refreshed:
-                # A kept connection may be closed just when it is used: that is no failed replica.
-                self._refreshed = True
-                self._try_again(routed)
-                return
-            if routed.retry(f"lost: {error}"):
-                self._try_again(routed)
-                return
-        self._fail(error)
+        if not isinstance(error, OSError) or not self._may_ask_again():
+            self._fail(error)
+        elif connection.requests > 1 and not self._refreshed:
+            # A kept connection may be closed just when it is used: that is no failed replica.
+            self._refreshed = True
+            self._try_again(routed)
+        elif routed.retry(f"lost: {error}"):
+            self._try_again(routed)
+        else:
+            self._fail(error)
 
     def request_pauses(self) -> None:
         self._exchange.pause_body()

@@ -175,7 +175,9 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_and_no_done(
     assert first + b"\n\n" == event("a")
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "replica_failed"
     assert await client.rest() == b""
-    assert (await here.routing.outcome()).error
+    outcome = await here.routing.outcome()
+    assert outcome.error
+    assert outcome.replica_failed
 
 
 async def test_an_answer_that_breaks_cannot_be_taken_for_a_whole_one(stand: MakeStand) -> None:
@@ -234,7 +236,7 @@ async def test_without_another_replica_the_client_is_told(stand: MakeStand) -> N
     status, fields, _ = await client.answer()
     assert status == 503
     assert fields["retry-after"] == "1"
-    assert len(here.routing.outcomes) == 2
+    assert [outcome.status for outcome in here.routing.outcomes] == [502, 503]
 
 
 async def test_a_kept_connection_that_was_closed_meanwhile_is_no_failed_attempt(
@@ -297,6 +299,7 @@ async def test_a_silent_replica_is_given_up_and_not_asked_for_again(stand: MakeS
     status, fields, _ = await client.answer()
     assert (status, "retry-after" in fields) == (503, True)
     assert here.routing.retries == []
+    assert (await here.routing.outcome()).replica_failed
 
 
 async def test_a_stream_that_falls_silent_ends_with_an_error_event(stand: MakeStand) -> None:
