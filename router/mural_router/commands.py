@@ -182,7 +182,8 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
         "--replica",
         action="append",
         metavar="URL",
-        help="http[s]://host:port[,engine=vllm][,name=…][,control=PORT][,weight=N]; may be "
+        help="http[s]://host:port[,engine=vllm][,name=…][,control=PORT][,weight=N], or where to "
+        "look for them: dns://name:port, dns+srv://name, kubernetes://namespace/service; may be "
         "repeated",
     )
     group.add_argument(

@@ -14,7 +14,7 @@ from mural_router.admin.server import AdminServer
 from mural_router.config import Config
 from mural_router.placement import Fleet
 from mural_router.proxy import Proxy, start
-from mural_router.running import Router
+from mural_router.running import Router, open_limiter
 from mural_router.settings import is_loopback
 
 __all__ = ["run_router"]
@@ -31,7 +31,9 @@ async def run_router(config: Config, *, version: str) -> int:
     """
     stop = _stop_on_signals()
     async with AsyncExitStack() as held:
-        router = Router(config)
+        limiter = await open_limiter(config.settings, config.secrets)
+        held.push_async_callback(limiter.close)
+        router = Router(config, limiter)
         held.push_async_callback(router.close)
         beside = [asyncio.create_task(router.fleet.run(), name="following the fleet")]
         if config.watched:

@@ -8,14 +8,17 @@ import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+import msgspec
+
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.open_store import open_store
+from mural_resolvers.redaction import redacted
 from mural_resolvers.tenants import TenantsFile
 from mural_resolvers.tracing import Tracing, open_tracing
 from mural_router.config import Config
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.static import StaticDiscovery, parse_endpoint
+from mural_router.fleet.places import open_discovery
 from mural_router.fleet.view import FleetSettings, FleetView
 from mural_router.http.tls import replica_side
 from mural_router.limits.limiter import Limiter
@@ -33,7 +36,7 @@ from mural_router.routing.router import FleetRouting, RoutingOptions
 from mural_router.routing.versions import StoreVersions, Versions, VersionSource
 from mural_router.settings import RouterSettings, Secrets
 
-__all__ = ["ConfiguredDiscovery", "Router"]
+__all__ = ["ConfiguredDiscovery", "Router", "open_limiter"]
 
 logger = logging.getLogger("mural.router")
 
@@ -87,14 +90,17 @@ async def _next(
 class Router:
     """Everything between the settings and the ports. For one event loop."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ``InvalidInput`` for what the settings name and cannot be opened."""
+    def __init__(self, config: Config, limiter: Limiter) -> None:
+        """`open_limiter` makes the limiter.
+
+        Raises ``InvalidInput`` for what the settings name and cannot be opened.
+        """
         self.config = config
+        self.limiter = limiter
         settings, secrets = config.settings, config.secrets
         self.tenants = _open_tenants(settings)
         self.discovery = ConfiguredDiscovery(_discovery(settings))
         self.fleet = FleetView(self.discovery, _fleet_settings(settings, secrets))
-        self.limiter: Limiter = LocalLimiter()
         self.queue: FairQueue[Attempt] = FairQueue(
             max_waiting=settings.queue.max_waiting,
             max_waiting_per_tenant=settings.queue.max_waiting_per_tenant,
@@ -117,7 +123,7 @@ class Router:
                 settings.resolved_auth(secrets), admin_keys=secrets.api_keys, tenants=self.tenants
             ),
             versions=self.versions,
-            limiter=self.limiter,
+            limiter=limiter,
             queue=self.queue,
             dispatch=self.dispatch,
             budget=RetryBudget(settings.retry),
@@ -162,7 +168,6 @@ class Router:
             await self.proxy.close()
         self.dispatch.close()
         await self.versions.close()
-        await self.limiter.close()
         if self.log is not None:
             await self.log.close()
         if self.tracing is not None:
@@ -183,7 +188,31 @@ def _open_tenants(settings: RouterSettings) -> TenantsFile | None:
 
 
 def _discovery(settings: RouterSettings) -> Discovery:
-    return StaticDiscovery(parse_endpoint(text) for text in settings.replicas)
+    try:
+        return open_discovery(settings.replicas)
+    except ValueError as error:
+        raise InvalidInput(f"replicas: {error}.") from None
+
+
+async def open_limiter(settings: RouterSettings, secrets: Secrets) -> Limiter:
+    """Counts in Redis, where there is a URL, else in this process; raises ``InvalidInput``."""
+    if secrets.redis_url is None:
+        return LocalLimiter()
+    try:
+        from mural_router.limits.redis_limiter import RedisLimiter, RedisSettings
+    except ImportError as error:
+        raise InvalidInput(
+            f"Shared limits need a package that is not installed ({error.name}): "
+            "pip install 'mural[redis]'."
+        ) from None
+    try:
+        limiter = RedisLimiter(
+            RedisSettings(url=secrets.redis_url, **msgspec.structs.asdict(settings.redis))
+        )
+    except ValueError as error:
+        raise InvalidInput(f"The URL of Redis cannot be used: {redacted(str(error))}.") from None
+    await limiter.start()
+    return limiter
 
 
 def _fleet_settings(settings: RouterSettings, secrets: Secrets) -> FleetSettings:
@@ -193,8 +222,10 @@ def _fleet_settings(settings: RouterSettings, secrets: Secrets) -> FleetSettings
         raise InvalidInput(f"http.tls: {error}.") from None
     return FleetSettings(
         control_token=secrets.control_token,
+        vllm_api_key=secrets.vllm_api_key,
         ssl=context,
         stale_after_s=settings.fleet.stale_after_s,
+        scrape_interval_s=settings.fleet.scrape_interval_s,
     )
 
 

@@ -16,7 +16,7 @@ import msgspec
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.redaction import redacted
 from mural_resolvers.strict_yaml import parse_yaml
-from mural_router.fleet.static import StaticDiscovery, parse_endpoint
+from mural_router.fleet.places import open_discovery
 from mural_router.http.settings import HttpSettings
 from mural_router.placement import PlacementPolicy
 from mural_router.routing.breaker import BreakerSettings
@@ -30,6 +30,7 @@ __all__ = [
     "Queueing",
     "RouterSettings",
     "Secrets",
+    "SharedLimits",
     "convert_settings",
     "is_loopback",
     "merged",
@@ -70,11 +71,28 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     """``redis[s]://[user:password@]host:port/db``: limits are counted there, over all routers."""
 
 
+class SharedLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The Redis in which routers count limits together, where a secret says where it is."""
+
+    namespace: str = "mural"
+    """Routers share limits where it is the same; the keys begin with it."""
+    timeout_s: float = 0.5
+    """Of a round trip; over it the router goes on alone, with its share of each limit."""
+    routers: int = 1
+    """How many share the limits, as long as the store has not said."""
+    ca_certs: str | None = None
+    """A file of certificates to trust for ``rediss://``; None: the system's."""
+    certfile: str | None = None
+    keyfile: str | None = None
+
+
 class Discovered(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How replicas are followed."""
 
     stale_after_s: float = 12.0
     """Silence after which a replica's state is not trusted any more."""
+    scrape_interval_s: float = 1.0
+    """How often vLLM pods are asked for their metrics."""
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -88,7 +106,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Of metrics and debug pages; None: none."""
 
     replicas: tuple[str, ...] = ()
-    """``http[s]://host:port[,engine=vllm][,name=…][,control=PORT][,weight=N]``."""
+    """Where they are looked for: ``http[s]://host:port``, ``dns://…``, ``dns+srv://…`` and
+    ``kubernetes://…``, each with options (docs/how-to/find-replicas.md)."""
     fleet: Discovered = Discovered()
 
     auth: RouterAuth | None = None
@@ -103,6 +122,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Aliases by adapter, in place of those of the store."""
     versions: VersionSettings = VersionSettings()
 
+    redis: SharedLimits = SharedLimits()
     queue: Queueing = Queueing()
     retry: RetrySettings = RetrySettings()
     breaker: BreakerSettings = BreakerSettings()
@@ -134,7 +154,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.auth == "open" and keys:
             raise InvalidInput("auth is open, but keys are given: leave one of them out.")
         try:
-            StaticDiscovery(parse_endpoint(text) for text in self.replicas)
+            open_discovery(self.replicas)
         except ValueError as error:
             raise InvalidInput(f"replicas: {error}.") from None
 
@@ -173,6 +193,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "breaker.failures": self.breaker.failures,
             "breaker.open_s": self.breaker.open_s,
             "fleet.stale_after_s": self.fleet.stale_after_s,
+            "fleet.scrape_interval_s": self.fleet.scrape_interval_s,
+            "redis.timeout_s": self.redis.timeout_s,
+            "redis.routers": self.redis.routers,
         }
         return (
             *(

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from mural_resolvers.errors import InvalidInput, UnusableAdapter
+from mural_resolvers.errors import InvalidInput, MuralError, UnusableAdapter
 from mural_resolvers.names import parse_name
 from mural_resolvers.store import Aliases
 from mural_resolvers.strict_yaml import parse_yaml
@@ -33,7 +33,7 @@ _Form = dict[str, dict[str, list[_Target]]]
 
 
 def parse_aliases_file(data: bytes) -> Mapping[tuple[str, str], Aliases]:
-    """Read ``tenant/adapter: {alias: [{version, weight}]}``; raise ``InvalidInput``.
+    """Read ``tenant/adapter: {alias: [{version, weight}]}``; raise a ``MuralError``.
 
     The inner part is what a store keeps in ``_aliases.json``; ``acme`` is ``acme/default``.
     """
@@ -84,7 +84,7 @@ class AliasesFile:
             self._seen = data
             self._aliases = parse_aliases_file(data)
             logger.info("aliases file reloaded: %d adapters", len(self._aliases))
-        except InvalidInput as error:
+        except MuralError as error:
             logger.error("the aliases file is refused, the last good one holds: %s", error.message)
 
     def _read(self) -> bytes:

@@ -1,0 +1,159 @@
+"""One file, flags over it, checked as a whole, and taken over when it changes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mural_resolvers.errors import InvalidInput
+from mural_router.commands import PLACES, flag_settings, route
+from mural_router.config import Config
+from mural_router.fleet.discovery import Discovery
+from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.static import StaticDiscovery, parse_endpoint
+from mural_router.running import ConfiguredDiscovery
+from mural_router.settings import RouterSettings, Secrets, convert_settings
+
+KEYS = Secrets(api_keys=("admin",))
+
+
+def config(tmp_path: Path, text: str, *, secrets: Secrets = KEYS, **flags: object) -> Config:
+    path = tmp_path / "router.yaml"
+    path.write_text(text)
+    return Config(path, flags, secrets)
+
+
+def test_a_flag_holds_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    given = {"http": {"port": 9000}}
+    settings = config(
+        tmp_path, "http: {port: 8000, max_body_bytes: 1000}\nqueue:\n  wait_s: 3\n", **given
+    ).settings
+    assert (settings.http.port, settings.http.max_body_bytes) == (9000, 1000)
+    assert (settings.queue.wait_s, settings.queue.max_waiting) == (3.0, 10_000)
+
+
+def test_every_flag_has_its_place_among_the_settings():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    route.add_arguments(parser)
+    not_settings = {"config", "api_key", "no_admin", "no_access_log", "help"}
+    secret_files = {name for name in vars(parser.parse_args([])) if name.endswith("_file")}
+    known = {action.dest for action in parser._actions} - not_settings - secret_files
+    secret = {dest for dest in known if dest.endswith("_file") and dest not in PLACES}
+    assert known - secret == set(PLACES)
+    assert secret == {
+        "router_token_file",
+        "control_token_file",
+        "vllm_api_key_file",
+        "redis_url_file",
+    }
+    args = parser.parse_args(
+        ["--replica", "http://a:1", "--replica", "http://b:1", "--port", "7", "--no-admin"]
+    )
+    settings = convert_settings(flag_settings(vars(args)), KEYS)
+    assert settings.replicas == ("http://a:1", "http://b:1")
+    assert (settings.http.port, settings.admin_port) == (7, None)
+
+
+def test_without_keys_only_this_machine_is_listened_to():
+    assert convert_settings({}, Secrets()).http.host == "127.0.0.1"
+    assert convert_settings({}, KEYS).http.host == "0.0.0.0"
+    assert convert_settings({"http": {"host": "::1"}}, KEYS).http.host == "::1"
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("http: {port: 99999}", "http.port"),
+        ("http: {port: x}", "http.port"),
+        ("http: {tls: {certfile: a}}", "tls.certfile"),
+        ("nonsense: 1", "nonsense"),
+        ("queue: {wait_s: 0}", "queue.wait_s"),
+        ("placement: {load_bound: 0.5}", "load_bound"),
+        ("replicas: ['ftp://x']", "replicas"),
+        ("replicas: ['http://a:1', 'http://a:1']", "replicas"),
+        ("tenants_file: /no/such/file", "tenants_file"),
+        ("auth: open", "auth"),
+        ("admin_port: 8080", "8080"),
+        ("retry: {ratio: -1}", "retry.ratio"),
+        ("- a list", "settings"),
+        ("a: {b", "router.yaml"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_place(tmp_path, text, place):
+    with pytest.raises(InvalidInput) as refused:
+        config(tmp_path, text)
+    assert place in refused.value.message
+
+
+def test_a_secret_is_no_setting_of_the_file_and_in_no_message(tmp_path):
+    key = f"mural_{'a' * 16}_{'s' * 43}"
+    with pytest.raises(InvalidInput) as refused:
+        config(tmp_path, f"auth: {key}")
+    assert "s" * 10 not in refused.value.message
+    with pytest.raises(InvalidInput):
+        config(tmp_path, f"api_keys: [{key}]")
+
+
+async def test_a_changed_file_is_taken_at_the_second_look_and_a_bad_one_changes_nothing(tmp_path):
+    one = config(tmp_path, "queue: {wait_s: 3}\n")
+    path = tmp_path / "router.yaml"
+    path.write_text("queue: {wait_s: 4}\n")
+    assert await one.poll() is None
+    taken = await one.poll()
+    assert taken is not None
+    assert taken.queue.wait_s == 4
+    path.write_text("queue: {wait_s: -4}\n")
+    for _ in range(3):
+        assert await one.poll() is None
+    assert (one.numbers.reloads, one.numbers.refused, one.numbers.stale) == (1, 1, True)
+    assert one.settings.queue.wait_s == 4
+    path.write_text("queue: {wait_s: 4}\n")
+    assert await one.poll() is None
+    assert not one.numbers.stale
+
+
+async def test_what_needs_a_restart_is_said(tmp_path, caplog):
+    one = config(tmp_path, "http: {port: 1}\n")
+    (tmp_path / "router.yaml").write_text("http: {port: 2}\nqueue: {wait_s: 5}\n")
+    await one.poll()
+    await one.poll()
+    assert "next start: http" in caplog.text
+    assert one.numbers.stale
+
+
+async def test_another_list_of_replicas_takes_the_place_of_the_first():
+    def listed(*texts: str) -> Discovery:
+        return StaticDiscovery(parse_endpoint(text) for text in texts)
+
+    discovery = ConfiguredDiscovery(listed("http://a:1"))
+    watch = discovery.watch()
+    assert [each.name for each in await anext(watch)] == ["a:1"]
+    following = asyncio.create_task(_names(watch))
+    await asyncio.sleep(0)
+    discovery.use(listed("http://b:1", "http://c:1"))
+    assert await following == ["b:1", "c:1"]
+    await watch.aclose()
+
+
+async def _names(watch) -> list[str]:
+    found: tuple[Endpoint, ...] = await anext(watch)
+    return [each.name for each in found]
+
+
+def test_settings_of_the_documentation_are_settings():
+    """Whatever the how-to shows is read without an error."""
+    text = Path("docs/how-to/run-a-router.md").read_text()
+    blocks = [part.partition("```")[0] for part in text.split('```yaml title="router.yaml"\n')[1:]]
+    assert blocks
+    from mural_resolvers.strict_yaml import parse_yaml
+
+    for block in blocks:
+        raw = parse_yaml(block.encode())
+        assert isinstance(raw, dict)
+        names = {str(name) for name in raw}
+        assert names <= set(RouterSettings.__struct_fields__)
+        raw = {str(k): v for k, v in raw.items() if not str(k).endswith("_file")}
+        convert_settings(raw, KEYS)
