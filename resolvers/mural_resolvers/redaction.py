@@ -1,4 +1,4 @@
-"""API keys must be in nothing that is written: how they are recognised, and taken out of a text."""
+"""API keys, and whom a URL names, must be in nothing that is written: how they are taken out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ _MARK = "ural_"
 _KEY = re.compile(r"[Mm]ural_[a-z0-9]{8,32}_[A-Za-z0-9_-]{43}")
 # A message may have been cut in the middle of a key: what is left of the secret goes, too.
 _SECRET = re.compile(r"([Mm]ural_[a-z0-9]{8,32}_)[A-Za-z0-9_-]{24,}")
+# Whatever the scheme: a token may stand where the user does.
+_USER_INFO = re.compile(r'(:/{1,3})[^\s/?#"<>]{1,1024}@')
 
 
 def holds_key(text: str) -> bool:
@@ -20,10 +22,12 @@ def holds_key(text: str) -> bool:
 
 
 def redacted(text: str) -> str:
-    """Give the text with the secret of every API key in it replaced by an ellipsis."""
-    if _MARK not in text:
-        return text
-    return _SECRET.sub(r"\1…", text)
+    """Give the text with an ellipsis for the secret of every API key, and every URL's user info."""
+    if "@" in text:
+        text = _USER_INFO.sub(r"\1…@", text)
+    if _MARK in text:
+        text = _SECRET.sub(r"\1…", text)
+    return text
 
 
 class RedactingFormatter(logging.Formatter):

@@ -167,8 +167,9 @@ def parse_source(text: str) -> SourceConfig:
     if url.scheme in ("", "file"):
         return directory_source(url.path if url.scheme else text)
     raise InvalidInput(
-        f"{quoted(text)} is no source of adapters: write s3://bucket/prefix, hub+https://host "
-        "or a folder."
+        # No more of it: anything may be secret in a URL that nobody knows how to read.
+        f"{quoted(url.scheme + ':')} begins no source of adapters: write s3://bucket/prefix, "
+        "hub+https://host or a folder."
     )
 
 

@@ -71,3 +71,23 @@ def test_a_traceback_in_the_log_holds_none() -> None:
 
     assert "Traceback" in told
     assert SECRET not in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://SECRET@x", "hub+https://me:SECRET@hub/a?b=c", "s3://KEY:SEC@RET@bucket", "x:/SECRET@y"],
+)
+def test_whom_a_url_names_is_told_nobody_whatever_its_scheme(url: str) -> None:
+    told = redacted(f"cannot reach {url} today")
+    assert "SEC" not in told
+    assert "KEY" not in told
+    assert told.startswith("cannot reach ")
+    assert told.endswith(" today")
+    assert "SEC" not in quoted(url)
+
+
+@pytest.mark.parametrize(
+    "text", ["https://host/a@b", "mail me@example.org", "acme:v1", "s3://bucket/x?y=a@b", "a:@b"]
+)
+def test_what_names_nobody_stays(text: str) -> None:
+    assert redacted(text) == text

@@ -9,6 +9,7 @@ from mural_resolvers.uploads.service import (
     Judge,
     OpenedFile,
     Upload,
+    UploadCounts,
     UploadObserver,
     Uploads,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "OpenedFile",
     "Quarantine",
     "Upload",
+    "UploadCounts",
     "UploadObserver",
     "UploadRecord",
     "UploadSettings",

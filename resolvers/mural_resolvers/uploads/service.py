@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol, TypeVar
@@ -43,7 +43,15 @@ from mural_resolvers.uploads.resolver import UPLOADS
 from mural_resolvers.uploads.settings import UploadSettings
 from mural_resolvers.versions import AliasTarget
 
-__all__ = ["BodyReader", "Judge", "OpenedFile", "Upload", "UploadObserver", "Uploads"]
+__all__ = [
+    "BodyReader",
+    "Judge",
+    "OpenedFile",
+    "Upload",
+    "UploadCounts",
+    "UploadObserver",
+    "Uploads",
+]
 
 logger = logging.getLogger("mural.uploads")
 
@@ -89,6 +97,17 @@ class Upload:
     record: UploadRecord | None
 
 
+@dataclass(slots=True)
+class UploadCounts:
+    """What became of uploads since the start, for metrics; ``refused`` by the error's code."""
+
+    created: int = 0
+    unchanged: int = 0
+    created_bytes: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    removed: int = 0
+
+
 class OpenedFile(NamedTuple):
     """A file of an upload, and its bytes as they are read."""
 
@@ -120,6 +139,7 @@ class Uploads:
         self._observer = observer
         self._now = now
         self._rate = Rate(settings.per_minute / 60, settings.burst, clock)
+        self.counts = UploadCounts()
         self._open: Counter[str] = Counter()
         self._reads: Counter[str] = Counter()
         # One upload of a tenant is counted and published at a time.
@@ -162,17 +182,30 @@ class Uploads:
         ``Conflict`` for a name that is taken; and whatever ``body`` raises. Nothing is left
         behind then.
         """
+        try:
+            self._check_may_upload(principal, name)
+            with self._admitted(name.tenant):
+                upload, created = await self._receive(principal, name, reader_for, body)
+        except MuralError as error:
+            # The client is told; whoever wonders at a tenant's trouble has only the log.
+            logger.info("upload of %s is refused: %s", name.exact, error)
+            self.counts.refused[error.code] += 1
+            raise
+        self._count(upload, created)
+        return upload, created
+
+    def _check_may_upload(self, principal: Principal, name: AdapterName) -> None:
         self.check_own(principal, name)
         if not may_use_source(principal, UPLOADS):
             raise Forbidden("This key may not use uploads, so there is nothing to upload for.")
         _check_exact(name)
-        try:
-            with self._admitted(name.tenant):
-                return await self._receive(principal, name, reader_for, body)
-        except MuralError as error:
-            # The client is told; whoever wonders at a tenant's trouble has only the log.
-            logger.info("upload of %s is refused: %s", name.exact, error)
-            raise
+
+    def _count(self, upload: Upload, created: bool) -> None:
+        if created:
+            self.counts.created += 1
+            self.counts.created_bytes += upload.num_bytes
+        else:
+            self.counts.unchanged += 1
 
     async def _receive(
         self,
@@ -438,6 +471,7 @@ class Uploads:
     async def _remove(self, name: AdapterName) -> None:
         await self._store.delete(name)
         self._known.pop(name, None)
+        self.counts.removed += 1
         self._observer.removed(name)
 
     async def reap(self) -> int:

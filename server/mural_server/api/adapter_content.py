@@ -20,7 +20,7 @@ from mural_server.api.body import read_request
 from mural_server.api.requests import AliasRequest
 from mural_server.api.sse import ClientGone, unless_disconnected
 from mural_server.api.state import AppState
-from mural_server.api.uploads import json_answer, told, uploads_of
+from mural_server.api.uploads import counted, json_answer, told, uploads_of
 
 __all__ = [
     "delete_alias",
@@ -51,14 +51,16 @@ class AliasCards(msgspec.Struct, frozen=True, kw_only=True):
 async def retrieve_manifest(state: AppState, request: Request, text: str) -> Response:
     """The ``manifest.json`` of an exact name."""
     uploads, principal = uploads_of(state), state.auth.principal(request)
-    manifest = await uploads.manifest(principal, parse_name(text))
+    with counted(state, principal):
+        manifest = await uploads.manifest(principal, parse_name(text))
     return Response(manifest.to_json(), media_type="application/json")
 
 
 async def retrieve_file(state: AppState, request: Request, text: str, path: str) -> Response:
     """One of the files that the manifest lists, as it is read."""
     uploads, principal = uploads_of(state), state.auth.principal(request)
-    opened = uploads.open_file(principal, parse_name(text), path)
+    with counted(state, principal):
+        opened = uploads.open_file(principal, parse_name(text), path)
     return _FileResponse(opened, uploads.settings.deadline_s)
 
 
@@ -66,7 +68,9 @@ async def list_aliases(state: AppState, request: Request, tenant: str, adapter: 
     """The aliases of one adapter."""
     uploads, principal = uploads_of(state), state.auth.principal(request)
     name = AdapterName(tenant, adapter, LATEST)
-    return json_answer(AliasCards.of(name, await uploads.aliases(principal, name)))
+    with counted(state, principal):
+        aliases = await uploads.aliases(principal, name)
+    return json_answer(AliasCards.of(name, aliases))
 
 
 async def put_alias(

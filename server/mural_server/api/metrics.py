@@ -15,12 +15,13 @@ from mural_resolvers.disk_cache import CacheUsage
 from mural_resolvers.fetcher import AdapterFetcher
 from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
+from mural_resolvers.uploads import UploadCounts
 from mural_server.api.admission import Admission
 from mural_server.api.traffic import LabelledTokens, Traffic
 from mural_server.catalog import AdapterCatalog
 from mural_server.engine.client import EngineClient
 
-__all__ = ["AccessCollector", "Metrics", "SourcesCollector"]
+__all__ = ["AccessCollector", "Metrics", "SourcesCollector", "UploadsCollector"]
 
 FIRST_TOKEN_BUCKETS_S = (
     *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -367,3 +368,37 @@ def _cache(usage: CacheUsage | None) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         "mural:adapter_cache_versions", "Versions in the disk cache.", value=usage.versions
     )
+
+
+class UploadsCollector(Collector):
+    """What became of uploads. A reason is an error's code, of which there are few."""
+
+    def __init__(self, counts: UploadCounts) -> None:
+        self._counts = counts
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts
+        uploads = CounterMetricFamily(
+            "mural:uploads",
+            "Uploads of adapters, by whether they were new, there already, or refused.",
+            labels=["result"],
+        )
+        uploads.add_metric(["created"], counts.created)
+        uploads.add_metric(["unchanged"], counts.unchanged)
+        uploads.add_metric(["refused"], counts.refused.total())
+        yield uploads
+        refusals = CounterMetricFamily(
+            "mural:upload_refusals", "Refused uploads, by the error's code.", labels=["reason"]
+        )
+        for reason, count in sorted(counts.refused.items()):
+            refusals.add_metric([reason], count)
+        yield refusals
+        yield CounterMetricFamily(
+            "mural:uploaded_bytes", "Bytes of new uploads.", value=counts.created_bytes
+        )
+        yield CounterMetricFamily(
+            "mural:uploads_removed", "Uploads that were deleted or expired.", value=counts.removed
+        )

@@ -33,7 +33,7 @@ from mural_server.api.auth import Authenticator
 from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
 from mural_server.api.control import create_control_app
 from mural_server.api.http_protocol import OpenAIHttpProtocol
-from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector
+from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector, UploadsCollector
 from mural_server.api.router_identity import RouterIdentity
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
@@ -130,6 +130,8 @@ async def build_state(
     sources = SourcesCollector(registry)
     metrics.add(sources)
     uploads = None if source is None else source.uploads(settings, client, registry, catalog)
+    if uploads is not None:
+        metrics.add(UploadsCollector(uploads.counts))
     beside: list[asyncio.Task[None]] = []
     if auth.tenants is not None:
         beside.append(asyncio.create_task(auth.tenants.watch(), name="watch tenants"))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Final
 
 import msgspec
@@ -30,6 +31,7 @@ from mural_server.api.state import AppState
 
 __all__ = [
     "UPLOAD_BODY",
+    "counted",
     "delete_adapter",
     "json_answer",
     "list_adapters",
@@ -128,7 +130,9 @@ async def upload_adapter(state: AppState, request: Request, text: str) -> Respon
 async def retrieve_adapter(state: AppState, request: Request, text: str) -> Response:
     """What is there under an exact name."""
     uploads, principal = uploads_of(state), state.auth.principal(request)
-    return json_answer(AdapterCard.of(await uploads.find(principal, parse_name(text))))
+    with counted(state, principal):
+        found = await uploads.find(principal, parse_name(text))
+    return json_answer(AdapterCard.of(found))
 
 
 async def list_adapters(state: AppState, request: Request) -> Response:
@@ -137,7 +141,8 @@ async def list_adapters(state: AppState, request: Request) -> Response:
     tenant = request.query_params.get("tenant")
     if tenant is not None and not is_tenant(tenant):
         raise BadParameter(f"{quoted(tenant)} is not a tenant name.", at="tenant")
-    found = await uploads.list(principal, tenant)
+    with counted(state, principal):
+        found = await uploads.list(principal, tenant)
     return json_answer(AdapterCards([AdapterCard.of(upload) for upload in found]))
 
 
@@ -155,6 +160,13 @@ def uploads_of(state: AppState) -> Uploads:
     if state.uploads is None:
         raise UploadsOff
     return state.uploads
+
+
+@contextmanager
+def counted(state: AppState, principal: Principal) -> Iterator[None]:
+    """Around what reads the store, which counts as the other requests do."""
+    with closing(state.accounts.enter(principal, 1, time.monotonic())):
+        yield
 
 
 @contextmanager

@@ -193,8 +193,15 @@ async def test_a_wrong_file_of_sources_is_refused_with_the_place(
 
 @pytest.mark.parametrize("url", ["ftp://host/x", "gopher://x"])
 def test_a_source_of_no_known_kind_is_refused_before_anything_starts(url):
-    with pytest.raises(SettingsError, match="no source of adapters"):
+    with pytest.raises(SettingsError, match="begins no source of adapters"):
         ServerSettings(adapter_source=(url,)).validate()
+
+
+def test_a_source_of_no_known_kind_is_not_repeated():
+    with pytest.raises(SettingsError) as caught:
+        ServerSettings(adapter_source=("ftp://S3CRET@x/y?token=S3CRET",)).validate()
+    assert "S3CRET" not in str(caught.value)
+    assert "ftp:" in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["s3://", "hub+https://host", "s3://b?colour=red"])

@@ -42,10 +42,10 @@ WEEK_S = 7 * 86_400
 
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
-    """A key each for acme, globex, small, which may keep one adapter of 1,000 bytes, and hubbed,
-    which may use the source ``hub`` alone.
+    """A key each for acme, globex, small, which may keep one adapter of 1,000 bytes, hubbed,
+    which may use the source ``hub`` alone, and rare, which may ask twice a minute.
     """
-    minted = {tenant: mint_key() for tenant in ("acme", "globex", "small", "hubbed")}
+    minted = {tenant: mint_key() for tenant in ("acme", "globex", "small", "hubbed", "rare")}
     tenants = [
         {"id": tenant, "keys": [{"id": key.key_id, "sha256": key.sha256}]}
         for tenant, key in minted.items()
@@ -53,6 +53,7 @@ def keys(tmp_path: Path) -> dict[str, str]:
     tenants[0]["grants"] = ["globex/sql"]
     tenants[2]["limits"] = {"adapters": 1, "bytes": 1000}
     tenants[3]["sources"] = ["hub"]
+    tenants[4]["limits"] = {"requests_per_minute": 2}
     file = tmp_path / "tenants.yaml"
     file.write_bytes(msgspec.json.encode({"tenants": tenants}))
     return {tenant: key.key for tenant, key in minted.items()} | {
@@ -834,6 +835,72 @@ async def test_an_expired_upload_is_absent_at_once_and_then_removed(
     assert await uploads.reap() == 0
     assert error_of(await uploader.form("acme:v1", adapter)) == (409, "conflict")
     assert (await uploader.form("acme:v2", other)).status_code == 201
+
+
+async def test_what_expired_or_was_deleted_elsewhere_is_served_for_a_minute_at_most(
+    start_uploads, adapter, other, places
+) -> None:
+    """And for as long as the store is away: a store that is down takes nothing away."""
+    uploader = await start_uploads(upload_ttl_s=100.0)
+    [resolver] = uploader.server.state.catalog._registry._resolvers.values()
+    look_up, now = uploader.server.state.catalog._look_up, 0.0
+    look_up._clock = lambda: now
+    end = (await uploader.form("acme:v1", adapter)).json()["expires_at"]
+    await uploader.form("acme:v2", other)
+    for name in ("acme:v1", "acme:v2"):
+        assert (await uploader.complete(name)).status_code == 200
+    resolver._now = lambda: end + 1.0
+    away = places["store"].with_name("away")
+    places["store"].rename(away)
+    now = 1000.0
+    assert (await uploader.complete("acme:v1")).status_code == 200
+
+    away.rename(places["store"])
+    now = 1060.0
+    assert error_of(await uploader.complete("acme:v1")) == (404, "model_not_found")
+    resolver._now = lambda: end - 1.0
+    assert (await uploader.complete("acme:v2")).status_code == 200
+    await open_store(str(places["store"])).delete(parse_name("acme:v2"))
+    assert (await uploader.complete("acme:v2")).status_code == 200
+    now = 1120.0
+    assert error_of(await uploader.complete("acme:v2")) == (404, "model_not_found")
+
+
+async def test_what_reads_the_store_counts_as_other_requests_do(uploader) -> None:
+    paths = [
+        "/v1/adapters",
+        "/v1/adapters/rare:v1",
+        "/v1/adapters/rare:v1/manifest",
+        f"/v1/adapters/rare:v1/files/{CONFIG}",
+        "/v1/adapters/rare/default/aliases",
+    ]
+    first = [(await uploader.ask("GET", path, "rare")).status_code for path in paths[:2]]
+    assert first == [200, 404]
+    for path in paths:
+        over = await uploader.ask("GET", path, "rare")
+        assert error_of(over) == (429, "rate_limit_exceeded")
+        assert "retry-after" in over.headers
+
+
+async def test_uploads_are_counted_by_what_became_of_them(uploader, adapter, other) -> None:
+    for files in (adapter, adapter, other):
+        await uploader.form("acme:v1", files)
+    await uploader.archive("acme:v2", b"x")
+    await uploader.form("globex:v1", adapter)
+    await uploader.ask("DELETE", "/v1/adapters/acme:v1")
+    told = (await uploader.server.http.get("/metrics")).text.splitlines()
+    rows = dict(row.rsplit(" ", 1) for row in told if row.startswith("mural:upload"))
+    num_bytes = sum(map(len, adapter.values()))
+    assert {name: float(value) for name, value in rows.items() if "_created" not in name} == {
+        'mural:uploads_total{result="created"}': 1,
+        'mural:uploads_total{result="unchanged"}': 1,
+        'mural:uploads_total{result="refused"}': 3,
+        'mural:upload_refusals_total{reason="conflict"}': 1,
+        'mural:upload_refusals_total{reason="forbidden"}': 1,
+        'mural:upload_refusals_total{reason="invalid_input"}': 1,
+        "mural:uploaded_bytes_total": num_bytes,
+        "mural:uploads_removed_total": 1,
+    }
 
 
 async def test_uploads_stay_where_the_time_to_live_is_0(start_uploads, adapter) -> None:
