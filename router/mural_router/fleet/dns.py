@@ -113,15 +113,25 @@ class DnsDiscovery(Discovery):
         except dns.resolver.NoAnswer:
             return await self._ask_addresses(self._place.port, dns.rdatatype.AAAA)
 
+    async def _resolve(self, kind: dns.rdatatype.RdataType) -> dns.resolver.Answer:
+        asking = asyncio.create_task(
+            self._resolver.resolve(self._place.name, kind, lifetime=LIFETIME_S)
+        )
+        try:
+            # In a task of its own: on Python 3.11 a cancellation that comes together with the
+            # answer gets lost in asyncio.wait_for, with which the resolver waits.
+            await asyncio.wait((asking,))
+            return asking.result()
+        finally:
+            asking.cancel()
+
     async def _ask_addresses(self, port: int, kind: dns.rdatatype.RdataType) -> _Answer:
-        answer = await self._resolver.resolve(self._place.name, kind, lifetime=LIFETIME_S)
+        answer = await self._resolve(kind)
         rrset = answer.rrset or ()
         return _Answer(frozenset((record.to_text(), port) for record in rrset), _ttl_s(answer))
 
     async def _ask_srv(self) -> _Answer:
-        answer = await self._resolver.resolve(
-            self._place.name, dns.rdatatype.SRV, lifetime=LIFETIME_S
-        )
+        answer = await self._resolve(dns.rdatatype.SRV)
         places = frozenset(
             (record.target.to_text(omit_final_dot=True), record.port)
             for record in answer.rrset or ()
