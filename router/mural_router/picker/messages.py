@@ -1,0 +1,228 @@
+"""The protocol's messages: what is read off Envoy's and how the answers are built.
+
+Names are those of the Gateway API Inference Extension's endpoint picker protocol.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Final, NamedTuple
+
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpHeaders,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from google.protobuf.struct_pb2 import Struct
+
+from mural_resolvers.errors import MuralError
+from mural_router.http.errors import answer_fields, error_json
+
+__all__ = [
+    "DESTINATION",
+    "RequestFacts",
+    "answer_headers",
+    "fields_of",
+    "is_duplex",
+    "refusal",
+    "request_body",
+    "request_facts",
+    "request_headers",
+    "request_trailers",
+    "response_body",
+    "response_trailers",
+    "said",
+]
+
+DESTINATION: Final = "x-gateway-destination-endpoint"
+SUBSET_SPACE: Final = "envoy.lb.subset_hint"
+SUBSET: Final = "x-gateway-destination-endpoint-subset"
+METADATA_SPACE: Final = "envoy.lb"
+
+MAX_CHUNK: Final = 62_000
+"""Of a body on its way to Envoy: what gateways take in one message."""
+
+_KEPT: Final = frozenset(
+    {
+        "accept",
+        "content-type",
+        "host",
+        "user-agent",
+        "x-forwarded-for",
+        "x-forwarded-proto",
+        "x-request-id",
+    }
+)
+"""Of the client's headers; the rest is taken away: keys, cookies, what names a destination or a
+tenant, and codings in which the answer's usage could not be read."""
+
+Fields = tuple[tuple[str, str], ...]
+
+
+class RequestFacts(NamedTuple):
+    """A request's head as Envoy tells it."""
+
+    method: str
+    path: str
+    query: str
+    fields: Fields
+    ends: bool
+    """No body follows."""
+    candidates: frozenset[str] | None
+    """``host:port`` of the endpoints that may be picked; None: all."""
+
+    def values(self, name: str) -> tuple[str, ...]:
+        """Every value of a header."""
+        return tuple(value for key, value in self.fields if key == name)
+
+
+def is_duplex(message: ProcessingRequest) -> bool:
+    """Whether Envoy streams both bodies both ways, as the first message of a stream tells."""
+    config, duplex = message.protocol_config, ProcessingMode.FULL_DUPLEX_STREAMED
+    return bool(config.request_body_mode == duplex and config.response_body_mode == duplex)
+
+
+def fields_of(headers: HttpHeaders) -> Fields:
+    """Names (lower-case, as HTTP/2 has them) and values."""
+    return tuple(
+        (header.key, header.raw_value.decode("latin-1") or header.value)
+        for header in headers.headers.headers
+    )
+
+
+def request_facts(message: ProcessingRequest) -> RequestFacts:
+    """Read the first message."""
+    fields = fields_of(message.request_headers)
+    pseudo = {name: value for name, value in fields if name.startswith(":")}
+    path, _, query = pseudo.get(":path", "").partition("?")
+    return RequestFacts(
+        method=pseudo.get(":method", ""),
+        path=path,
+        query=query,
+        fields=fields,
+        ends=bool(message.request_headers.end_of_stream),
+        candidates=_candidates(message),
+    )
+
+
+def _candidates(message: ProcessingRequest) -> frozenset[str] | None:
+    spaces = message.metadata_context.filter_metadata
+    if SUBSET_SPACE not in spaces or SUBSET not in spaces[SUBSET_SPACE].fields:
+        return None
+    hint = spaces[SUBSET_SPACE].fields[SUBSET]
+    listed = [each.string_value for each in hint.list_value.values]
+    texts = listed or hint.string_value.split(",")
+    return frozenset(text.strip() for text in texts if text.strip())
+
+
+def request_headers(
+    facts: RequestFacts, destination: str, added: Fields, length: int | None
+) -> ProcessingResponse:
+    """Where the request goes and with which headers; ``length`` of its body, None: as it was."""
+    length_fields = () if length is None else (("content-length", str(length)),)
+    own = ((DESTINATION, destination), *length_fields, *added)
+    kept = _KEPT if length is not None else _KEPT | {"content-length"}
+    set_here = {name for name, _ in own}
+    removed = {
+        name
+        for name, _ in facts.fields
+        if not name.startswith(":") and name not in kept and name not in set_here
+    }
+    return ProcessingResponse(
+        request_headers=HeadersResponse(
+            response=CommonResponse(header_mutation=_mutation(own, removed), clear_route_cache=True)
+        ),
+        dynamic_metadata=_metadata(destination),
+    )
+
+
+def request_body(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
+    """The body in pieces that a gateway takes; the last one says whether the stream ends."""
+    for piece, last in _pieces(body):
+        yield ProcessingResponse(request_body=_streamed(piece, last and ends))
+
+
+def request_trailers() -> ProcessingResponse:
+    """They go on as they are."""
+    return ProcessingResponse(request_trailers=TrailersResponse())
+
+
+def answer_headers(fields: Fields, added: Fields) -> ProcessingResponse:
+    """The answer's headers, with what routing says of it and nothing that a replica says of it."""
+    set_here = {name for name, _ in added}
+    removed = {name for name, _ in fields if name.startswith("x-mural-") and name not in set_here}
+    return ProcessingResponse(
+        response_headers=HeadersResponse(
+            response=CommonResponse(header_mutation=_mutation(added, removed))
+        )
+    )
+
+
+def response_body(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
+    """As `request_body`."""
+    for piece, last in _pieces(body):
+        yield ProcessingResponse(response_body=_streamed(piece, last and ends))
+
+
+def response_trailers() -> ProcessingResponse:
+    """They go on as they are."""
+    return ProcessingResponse(response_trailers=TrailersResponse())
+
+
+def refusal(error: MuralError) -> ProcessingResponse:
+    """An answer in the replica's stead: the error's status, OpenAI's body, Retry-After."""
+    return said(error.status, error_json(error), answer_fields(error))
+
+
+def said(status: int, body: bytes, fields: Fields = ()) -> ProcessingResponse:
+    """An answer in the replica's stead, of JSON."""
+    return ProcessingResponse(
+        immediate_response=ImmediateResponse(
+            status={"code": status},
+            headers=_mutation((("content-type", "application/json"), *fields), ()),
+            body=body,
+        )
+    )
+
+
+def _mutation(fields: Iterable[tuple[str, str]], removed: Iterable[str]) -> HeaderMutation:
+    return HeaderMutation(
+        set_headers=[
+            HeaderValueOption(
+                header=HeaderValue(key=name, raw_value=value.encode("latin-1")),
+                append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+            )
+            for name, value in fields
+        ],
+        remove_headers=sorted(removed),
+    )
+
+
+def _metadata(destination: str) -> Struct:
+    metadata = Struct()
+    metadata.update({METADATA_SPACE: {DESTINATION: destination}})
+    return metadata
+
+
+def _pieces(body: bytes) -> Iterator[tuple[bytes, bool]]:
+    count = max(1, math.ceil(len(body) / MAX_CHUNK))
+    for i in range(count):
+        yield body[i * MAX_CHUNK : (i + 1) * MAX_CHUNK], i == count - 1
+
+
+def _streamed(piece: bytes, ends: bool) -> BodyResponse:
+    streamed = StreamedBodyResponse(body=piece, end_of_stream=ends)
+    return BodyResponse(
+        response=CommonResponse(body_mutation=BodyMutation(streamed_response=streamed))
+    )
