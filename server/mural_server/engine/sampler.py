@@ -414,22 +414,19 @@ class Sampler:
 def _choose(batch: _Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
     """Give each row's largest logit [n] and its token [n]."""
     if batch.plain.whole:
-        # max, not argmax: the latter is five times as slow in bf16 on a CPU.
-        largest = logits.max(-1)
-        return largest.values, largest.indices
+        return _peak(logits)
     peaks = torch.empty(len(batch.rows), dtype=torch.float32, device=logits.device)
     tokens = torch.empty(len(batch.rows), dtype=torch.int64, device=logits.device)
     if batch.plain:
-        largest = batch.plain.cut(logits).max(-1)
-        peaks[batch.plain.where] = largest.values.float()
-        tokens[batch.plain.where] = largest.indices
+        values, indices = _peak(batch.plain.cut(logits))
+        peaks[batch.plain.where] = values.float()
+        tokens[batch.plain.where] = indices
     x = batch.worked.cut(logits).to(torch.float32)
     if batch.edits:
         x = x.clone(memory_format=torch.contiguous_format) if x is logits else x.contiguous()
         batch.edits.apply(x)
     if batch.greedy:
-        largest = batch.greedy.cut(x).max(-1)
-        _place(batch, batch.greedy, peaks, tokens, largest.values, largest.indices)
+        _place(batch, batch.greedy, peaks, tokens, *_peak(batch.greedy.cut(x)))
     if batch.unfiltered.group:
         found = _draw_unfiltered(batch.unfiltered, batch.unfiltered.group.cut(x))
         _place(batch, batch.unfiltered.group, peaks, tokens, *found)
@@ -437,6 +434,17 @@ def _choose(batch: _Batch, logits: Tensor) -> tuple[Tensor, Tensor]:
         found = _draw_filtered(batch.filtered, batch.filtered.group.cut(x))
         _place(batch, batch.filtered.group, peaks, tokens, *found)
     return peaks, tokens
+
+
+def _peak(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Give the largest number of each row of ``x`` [m, vocab], or its NaN, and where it stands."""
+    if x.device.type == "cpu" and x.dtype == torch.float32:
+        # numpy's takes a sixth of the time of torch's max.
+        where = torch.from_numpy(x.numpy().argmax(-1))
+        return x.gather(1, where.unsqueeze(1)).squeeze(1), where
+    # max, not argmax: the latter is five times as slow in bf16 on a CPU.
+    largest = x.max(-1)
+    return largest.values, largest.indices
 
 
 def _place(
