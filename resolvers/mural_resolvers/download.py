@@ -8,7 +8,6 @@ those in front of it is hashed from the disk once its turn has come.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import hashlib
 import os
@@ -36,6 +35,7 @@ from mural_resolvers.errors import (
     UnusableAdapter,
     quoted,
 )
+from mural_resolvers.files import start_writeback
 from mural_resolvers.limits import DEFAULT_LIMITS, AdapterLimits
 from mural_resolvers.resolver import AdapterDescription, LoRAResolver, SourceFile
 
@@ -44,7 +44,6 @@ __all__ = ["DownloadSettings", "Downloader"]
 T = TypeVar("T")
 
 _READ_BYTES = 1 << 20
-_SYNC_FILE_RANGE_WRITE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +68,6 @@ class DownloadSettings:
     retry_after_s: float = 2.0
     write_bytes: int = 1 << 20
     threads: int = 4
-
-
-def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    try:
-        found = ctypes.CDLL(None).sync_file_range
-    except (AttributeError, OSError):  # not Linux
-        return None
-    found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-    return found
-
-
-_sync_file_range = _find_sync_file_range()
-
-
-def _start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Have the kernel begin to write, so that the fsync at the end has less to wait for.
-
-    A hint alone: what it cannot do, the fsync does, and tells.
-    """
-    if _sync_file_range is not None:
-        _sync_file_range(descriptor, offset, length, _SYNC_FILE_RANGE_WRITE)
 
 
 class Downloader:
@@ -326,7 +304,7 @@ class _Target:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.pwrite(self._descriptor, rest, offset + len(data) - len(rest)) :]
-            _start_writeback(self._descriptor, offset, len(data))
+            start_writeback(self._descriptor, offset, len(data))
             part.written += len(data)
             # Whoever holds the lock, or else finish(), hashes what is left out here.
             if self._hashing.acquire(blocking=False):

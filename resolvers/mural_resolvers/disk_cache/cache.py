@@ -20,7 +20,6 @@ from mural_resolvers.disk_cache.interface import (
 from mural_resolvers.disk_cache.layout import (
     Layout,
     disk_faults,
-    sync_folder,
 )
 from mural_resolvers.disk_cache.lease import Lease
 from mural_resolvers.disk_cache.ledger import Ledger, Stamps
@@ -191,9 +190,8 @@ class DiskCache:
                 usage.add(VersionRecord(tenant, manifest.num_bytes))
             # From here its bytes are counted as used, no longer as reserved.
             staged.reservation.unlink()
+            # Its fsync is the last. Who loses power may lose the version, and not a part of it.
             self._note(usage, name, record)
-        with disk_faults():
-            sync_folder(self._layout.versions)
         return self._cached(name, manifest, record)
 
     def link(

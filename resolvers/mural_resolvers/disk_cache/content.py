@@ -16,7 +16,6 @@ from mural_resolvers.disk_cache.layout import (
     is_real_folder,
     read_small,
     remove_tree,
-    sync_folder,
     write_file,
 )
 from mural_resolvers.disk_cache.records import VersionRecord, encode
@@ -73,7 +72,7 @@ class Content:
         return manifest
 
     def install(self, folder: Path, manifest: Manifest, tenant: str, stamp_ns: int) -> int:
-        """Make a staged folder the version, its files blobs; gives the bytes that this added.
+        """Make a staged and synced folder the version; gives the bytes that its blobs added.
 
         The folder's rename is the instant at which the version is there. What was linked before
         is taken back when a step fails.
@@ -85,7 +84,6 @@ class Content:
                 if num_bytes := self._adopt(folder / file.path, blob, file):
                     added[blob] = num_bytes
             self.note_owner(manifest.digest, VersionRecord(tenant, manifest.num_bytes), stamp_ns)
-            sync_folder(folder)
             os.rename(folder, self._layout.version(manifest.digest))
         except OSError:
             for blob in added:

@@ -8,8 +8,10 @@ import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from mural_resolvers.digest import FileEntry
 from mural_resolvers.disk_cache.interface import CachedVersion
@@ -18,12 +20,13 @@ from mural_resolvers.disk_cache.layout import (
     disk_faults,
     is_real_folder,
     remove_tree,
+    sync_folder,
     write_file,
 )
 from mural_resolvers.disk_cache.locks import FileLock
 from mural_resolvers.disk_cache.records import Reservation, encode, read_record
 from mural_resolvers.errors import ManifestMismatch, TooLarge, Unavailable
-from mural_resolvers.files import leads_nowhere, open_regular
+from mural_resolvers.files import leads_nowhere, open_regular, start_writeback
 from mural_resolvers.manifest import MANIFEST_FILE, Manifest
 from mural_resolvers.names import AdapterName
 
@@ -120,9 +123,19 @@ class Staging:
             strangers = [entry.name for entry in entries if entry.name not in expected]
         for stranger in strangers:
             remove_tree(self.folder / stranger)
-        for file in manifest.files:
-            _sync_file(self.folder / file.path, file)
-        write_file(self.folder / MANIFEST_FILE, manifest.to_json())
+        write_file(self.folder / MANIFEST_FILE, manifest.to_json(), sync=False)
+        with ExitStack() as held:
+            files = [
+                held.enter_context(_checked(self.folder / file.path, file))
+                for file in manifest.files
+            ]
+            files.append(held.enter_context(open_regular(self.folder / MANIFEST_FILE)))
+            # All of them before the first fsync: a journal that it commits has the others, too.
+            for opened in files:
+                start_writeback(opened.fileno())
+            for opened in files:
+                os.fsync(opened.fileno())
+        sync_folder(self.folder)
 
     def _close(self) -> None:
         if not self._open:
@@ -137,14 +150,16 @@ class Staging:
             self._lock.release()
 
 
-def _sync_file(path: Path, file: FileEntry) -> None:
+@contextmanager
+def _checked(path: Path, file: FileEntry) -> Iterator[BinaryIO]:
+    """Open a staged file, of the right size and from now on read-only."""
     with open_regular(path) as opened:
         found = os.fstat(opened.fileno())
         # A second link would let whoever has it change the cache's content.
         if found.st_size != file.size or found.st_nlink != 1:
             raise ManifestMismatch(f"{file.path} is not the file that {MANIFEST_FILE} states.")
         os.fchmod(opened.fileno(), stat.S_IRUSR | stat.S_IRGRP | stat.S_IROTH)
-        os.fsync(opened.fileno())
+        yield opened
 
 
 @dataclass(frozen=True, slots=True)
