@@ -167,11 +167,10 @@ class _SliceWatch:
         self._slices: dict[str, _Slice] = {}
 
     async def follow(self) -> AsyncGenerator[Mapping[str, _Slice], None]:
-        """The slices after a list and after every change, until the watch ends or breaks."""
+        """The slices after a list, when the watch begins and after every change, until it ends."""
         if self._version is None:
             await self._list()
-        # Also what a broken connection has brought.
-        yield self._slices
+            yield self._slices
         params = self._selector | {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -185,6 +184,7 @@ class _SliceWatch:
             if response.status_code != 200:
                 await response.aread()
                 self._refuse(_status(response.content, response.status_code))
+            yield self._slices
             async for line in response.aiter_lines():
                 if self._take(msgspec.json.decode(line, type=_Event)):
                     yield self._slices
