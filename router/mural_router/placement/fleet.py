@@ -162,10 +162,11 @@ class Fleet:
 
     def _gather(self, adapter: str) -> AdapterFacts:
         load, rank, bytes_, absent = 0.0, 0, 0, 0
+        accepting, replicas = self.accepting_set, self.replicas
         for i in self.members.order(adapter):
-            if i not in self.accepting_set:
+            if i not in accepting:
                 continue
-            residency = self.replicas[i].adapters.get(adapter)
+            residency = replicas[i].adapters.get(adapter)
             if residency is None:
                 absent += 1
                 if absent == PLACES_LOOKED_ON:

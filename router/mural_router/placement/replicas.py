@@ -51,7 +51,10 @@ def replicas_for(
     most = max(1, len(fleet.accepting))
     if declared is not None:
         return min(max(1, declared), most)
-    work, facts = _work(adapter, fleet), fleet.facts(adapter)
+    facts = fleet.facts(adapter)
+    work = _work(facts, fleet)
+    if work < policy.empty:
+        return 1  # So it is with most adapters; what follows would say the same.
     fill = _fill(facts, fleet, policy)
     at_least = min(max(1, ceil(work / fill)), most)
     at_most = min(floor(work * policy.fill / (fill * policy.empty)) + 1, most)
@@ -60,11 +63,11 @@ def replicas_for(
     return min(max(at_least, _held(adapter, fleet, at_most)), at_most)
 
 
-def _work(adapter: str, fleet: Fleet) -> float:
+def _work(facts: AdapterFacts, fleet: Fleet) -> float:
     if fleet.tokens_per_s <= 0:
         return 0.0
     # The adapter's window is a minute and the fleet's are seconds: after a drop it could exceed 1.
-    part = min(1.0, fleet.facts(adapter).load / fleet.tokens_per_s)
+    part = min(1.0, facts.load / fleet.tokens_per_s)
     return part * fleet.work
 
 
