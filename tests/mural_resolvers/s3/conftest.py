@@ -164,7 +164,8 @@ def versitygw_running(folder: Path, authority: trustme.CA | None = None) -> Iter
         authority.cert_pem.write_to_path(folder / "ca.crt")
         tls = ["--cert", f"{folder}/tls.crt", "--key", f"{folder}/tls.key"]
     command = [program, "--quiet", "--access", KEY_ID, "--secret", SECRET]
-    command += ["--port", f"127.0.0.1:{port}", "--iam-dir", f"{folder}/iam", *tls]
+    command += ["--port", f"127.0.0.1:{port}", "--virtual-domain", f"localhost:{port}"]
+    command += ["--iam-dir", f"{folder}/iam", *tls]
     command += ["posix", "--versioning-dir", f"{folder}/ver", f"{folder}/data"]
     scheme = "https" if tls else "http"
     url = f"{scheme}://127.0.0.1:{port}"

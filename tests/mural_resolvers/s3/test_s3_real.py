@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -340,6 +341,41 @@ class TestTransport:
         async with resolving(bucket.settings(ca_bundle=None)) as resolver:
             assert await resolver.resolve(Principal("t1"), NAME, base_spec) is None
         bucket.boto.close()
+
+
+class TestAddressing:
+    @pytest.mark.parametrize("path_style", [True, False])
+    async def test_the_bucket_is_in_the_path_or_in_the_host(
+        self,
+        gateway: Any,
+        adapter: Path,
+        base_spec: BaseSpec,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        path_style: bool,
+    ) -> None:
+        asked: set[object] = set()
+        resolved = socket.getaddrinfo
+
+        def here(host: Any, *more: Any, **options: Any) -> Any:
+            asked.add(host)
+            # Any name below localhost is this machine, though few resolvers know.
+            return resolved(
+                "127.0.0.1" if str(host).endswith("localhost") else host, *more, **options
+            )
+
+        monkeypatch.setattr(socket, "getaddrinfo", here)
+        url = f"http://localhost:{gateway.server.port}"
+        settings = gateway.settings(endpoint_url=url, path_style=path_style)
+        await fetch(settings, base_spec, tmp_path / "back")
+        assert build_manifest(tmp_path / "back") == build_manifest(adapter)
+        store = S3Store(settings)
+        for name in (NAME.at("v2"), NAME.at("v3")):
+            assert await store.publish(name, adapter, build_manifest(adapter))
+        await store.delete(NAME.at("v2"))
+        assert [found.name.version for found in await store.list("t1")] == ["v1", "v3"]
+        await store.close()
+        assert asked == {"localhost" if path_style else f"{gateway.name}.localhost"}
 
 
 class TestProcesses:
