@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-full test-stores test-vllm lint format types imports check adapters bench docs clean
+.PHONY: help install native demo test test-full test-stores test-cluster test-vllm lint format types imports check adapters bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ test-full: $(STAMP) ## Run the slow suites and whole matrices that `make test` l
 
 test-stores: $(STAMP) ## Run the resolvers against real S3 servers and a fault proxy (builds them: needs Go)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stores --timeout=600
+
+test-cluster: $(STAMP) ## Run discovery against a real Kubernetes API server (builds it where MURAL_CLUSTER_DIR says: needs Go)
+	@if [ -n "$$MURAL_CLUSTER_DIR" ]; then "$$MURAL_CLUSTER_DIR"/build control-plane; fi
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --timeout=300
 
 VLLM_VENV := $(or $(MURAL_VLLM_VENV),$(HOME)/.cache/mural-vllm-venv)
 
