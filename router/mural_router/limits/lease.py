@@ -279,7 +279,8 @@ class LeasedAccount:
             for kind, limit, wait_s in waits
             if wait_s > 0
         }
-        if answer.held < call.open + call.need_sequences:
+        short = answer.held < call.open + call.need_sequences
+        if short and call.limit_sequences != NO_LIMIT:
             refusal = Refusal("concurrency", call.limit_sequences, RETRY_S)
             self._known["concurrency"] = _Known(refusal, 0, now, KNOWN_CONCURRENCY_S)
 

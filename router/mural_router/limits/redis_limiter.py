@@ -165,6 +165,7 @@ class RedisLimiter(Limiter):
     async def start(self) -> None:
         """Begin; returns when the store was reached, or was not within its time."""
         self._task = asyncio.create_task(self._run(), name="limits")
+        self._task.add_done_callback(self._ended)
         await self._attempted.wait()
 
     async def enter(self, principal: Principal, sequences: int, tokens: int) -> Hold:
@@ -351,6 +352,13 @@ class RedisLimiter(Limiter):
                 if not kept:
                     LOG.warning("the store of limits lost what it knew; it is told again")
                     await self._come_back(kept)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            LOG.error("the task of limits ended: tenants have their share here from now on")
+            self._away_since = self._clock()
+            self._attempted.set()
+            self._decide_alone()
 
     def _next_review_at(self) -> float:
         return self._reviews[0][0] if self._reviews else self._clock() + REVIEW_S
