@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mural_server.layers.linear import QKVParallelLinear, RowParallelLinear
+from mural_server.layers.module import ForwardModule
 from mural_server.layers.norm import RMSNorm
 from mural_server.layers.rotary import Rotation
 from mural_server.ops.base import Ops
@@ -13,7 +14,7 @@ from mural_server.ops.batch import AttentionBatch, AttentionSpec, KVLayer
 __all__ = ["Attention"]
 
 
-class Attention(nn.Module):
+class Attention(ForwardModule):
     """Project, rotate, store this step's keys and values, attend, project back.
 
     ``q_norm`` and ``k_norm`` (a norm over each head) are None in the families without them.

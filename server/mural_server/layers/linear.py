@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from mural_server.layers.module import ForwardModule
 from mural_server.ops.base import Ops, PackedLinear
 
 __all__ = [
@@ -23,7 +24,7 @@ __all__ = [
 ]
 
 
-class LinearBase(nn.Module):
+class LinearBase(ForwardModule):
     """``y = x Wᵀ (+ bias)`` with the weight in the backend's own layout.
 
     ``output_slices`` has the output sizes of the members fused into this layer, in order; a plain

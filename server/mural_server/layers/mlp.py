@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mural_server.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from mural_server.layers.module import ForwardModule
 from mural_server.ops.base import Activation, Ops
 
 __all__ = ["GatedMLP"]
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(ForwardModule):
     """``down(act(gate(x)) * up(x))``."""
 
     def __init__(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from mural_server.layers.module import ForwardModule
 from mural_server.ops.base import Ops
 
 __all__ = ["RMSNorm"]
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(ForwardModule):
     """Normalise the last axis and multiply by ``weight``.
 
     Gemma's checkpoints hold ``weight - 1``; ``offset`` 1 is added once, at load.

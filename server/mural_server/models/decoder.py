@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mural_server.layers.attention import Attention
 from mural_server.layers.embedding import VocabParallelEmbedding
 from mural_server.layers.mlp import GatedMLP
+from mural_server.layers.module import ForwardModule
 from mural_server.layers.norm import RMSNorm
 from mural_server.layers.rotary import RotaryEmbedding, Rotation
 from mural_server.models.architecture import Architecture, LayerKind
@@ -20,7 +21,7 @@ from mural_server.ops.batch import AttentionBatch, KVLayer
 __all__ = ["Decoder", "DecoderLayer", "PreNormDecoderLayer", "norm"]
 
 
-class DecoderLayer(nn.Module, ABC):
+class DecoderLayer(ForwardModule, ABC):
     """Attention and feed-forward; a subclass says where the norms and the residuals go."""
 
     def __init__(self, architecture: Architecture, kind: LayerKind, ops: Ops) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from mural_server.layers.module import ForwardModule
 from mural_server.lora.punica.base import PunicaWrapper
 from mural_server.lora.rank_rows import RankRows
 from mural_server.lora.stack import LoRAStack
@@ -12,7 +13,7 @@ from mural_server.lora.weights import LoRALayerWeights, PackedLoRALayerWeights
 __all__ = ["BaseLayerWithLoRA"]
 
 
-class BaseLayerWithLoRA(nn.Module):
+class BaseLayerWithLoRA(ForwardModule):
     """A layer of the base, its stack, and the wrapper that knows the rows of the step.
 
     The base runs once for the whole batch; the adapters' share is added in place, and nothing is

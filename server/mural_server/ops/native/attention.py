@@ -97,13 +97,13 @@ class NativeAttention:
         """``queries`` [rows, heads, head_dim] → [rows, heads * head_dim] in their dtype."""
         wide = _dense_heads(queries if queries.dtype == torch.float32 else queries.float())
         keys, values = kv
-        shape = _shape(spec, keys.shape[2], keys.dtype)
+        _, shape = _shape(spec, keys.shape[2], keys.dtype)
         plan = batch.plans.get("native")
         if not isinstance(plan, _Plan):
             plan = batch.plans["native"] = _Plan(batch)
         output = torch.empty(wide.shape[0], spec.num_heads * spec.head_dim)
         self._kernel(
-            ctypes.addressof(shape),
+            shape,
             plan.address,
             wide.data_ptr(),
             wide.stride(0),
@@ -116,8 +116,9 @@ class NativeAttention:
 
 
 @cache
-def _shape(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> _Shape:
-    return _Shape(
+def _shape(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> tuple[_Shape, int]:
+    """The struct, which is kept alive here, and its address."""
+    shape = _Shape(
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
@@ -127,6 +128,7 @@ def _shape(spec: AttentionSpec, block_size: int, dtype: torch.dtype) -> _Shape:
         spec.logit_softcap or 0.0,
         DTYPE_CODES[dtype],
     )
+    return shape, ctypes.addressof(shape)
 
 
 def _dense_heads(queries: torch.Tensor) -> torch.Tensor:

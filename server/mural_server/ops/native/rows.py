@@ -57,15 +57,14 @@ class NativeRows:
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         wide = _dense_tail(_wide(x), 2)
-        size = x.shape[-1]
-        inner = wide.shape[-2] if wide.dim() > 2 else 1
-        outer = wide.numel() // (inner * size) if wide.numel() else 0
         own_weight = _wide(weight)
+        size = own_weight.shape[0]
+        inner = wide.shape[1] if wide.dim() == 3 else 1
         output = torch.empty(x.shape)
         self._rms_norm(
             wide.data_ptr(),
-            outer,
-            wide.stride(0) if wide.dim() == 3 else inner * size,
+            output.numel() // (inner * size),
+            wide.stride(0) if inner > 1 else size,
             inner,
             size,
             own_weight.data_ptr(),
@@ -113,7 +112,7 @@ class NativeRows:
         own_slots = kv_slots.contiguous()
         wide_keys, wide_values = (_dense_tail(_wide(new), 2) for new in (keys, values))
         self._write_kv(
-            _pool_address(kv),
+            _pool_address(kv.keys),
             wide_keys.data_ptr(),
             wide_keys.stride(0),
             wide_values.data_ptr(),
@@ -133,14 +132,15 @@ class NativeRows:
         kv: KVLayer,
         kv_slots: torch.Tensor,
     ) -> torch.Tensor:
+        key_pool, value_pool = kv
         wide = _dense_tail(_wide(qkv), 2)
         own_cos, own_sin = _wide(cos).contiguous(), _wide(sin).contiguous()
         own_slots = kv_slots.contiguous()
         rows, all_heads, head_dim = wide.shape
-        heads = all_heads - 2 * kv.keys.shape[1]
+        heads = all_heads - 2 * key_pool.shape[1]
         queries = torch.empty(rows, heads, head_dim)
         self._rotary_and_write_kv(
-            _pool_address(kv),
+            _pool_address(key_pool),
             wide.data_ptr(),
             wide.stride(0),
             heads,
@@ -148,8 +148,8 @@ class NativeRows:
             own_sin.data_ptr(),
             own_slots.data_ptr(),
             rows,
-            kv.keys.data_ptr(),
-            kv.values.data_ptr(),
+            key_pool.data_ptr(),
+            value_pool.data_ptr(),
             queries.data_ptr(),
             torch.get_num_threads(),
         )
@@ -170,11 +170,13 @@ def _dense_tail(x: torch.Tensor, axes: int) -> torch.Tensor:
     return x.contiguous()
 
 
-def _pool_address(kv: KVLayer) -> int:
-    shape = kv.keys.shape
-    return ctypes.addressof(_pool(shape[1], shape[2], shape[3], kv.keys.dtype))
+def _pool_address(pool: torch.Tensor) -> int:
+    _, kv_heads, block_size, head_dim = pool.shape
+    return _pool(kv_heads, block_size, head_dim, pool.dtype)[1]
 
 
 @cache
-def _pool(kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> _Pool:
-    return _Pool(kv_heads, block_size, head_dim, DTYPE_CODES[dtype])
+def _pool(kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> tuple[_Pool, int]:
+    """The struct, which is kept alive here, and its address."""
+    pool = _Pool(kv_heads, block_size, head_dim, DTYPE_CODES[dtype])
+    return pool, ctypes.addressof(pool)
