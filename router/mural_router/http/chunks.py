@@ -43,23 +43,29 @@ class ChunkDecoder:
 
         Raises `ChunkError`; the decoder is of no use then.
         """
-        if self.whole:
-            # What a server writes at once mostly comes at once: one chunk and nothing else.
-            match = _SIZE.match(data)
-            if match is not None:
-                start = match.end()
-                end = len(data) - 2
-                size = int(match[1], 16)
-                if size and end - start == size and data[end:] == b"\r\n":
-                    return data[start:end], b""
-        return self._walk(data)
+        if not self.whole:
+            return self._walk(data, 0, [])
+        # What a server writes at once mostly comes at once: whole chunks and nothing else.
+        pieces: list[bytes] = []
+        at, end = 0, len(data)
+        while at < end:
+            match = _SIZE.match(data, at)
+            if match is None:
+                break
+            start = match.end()
+            stop = start + int(match[1], 16)
+            if stop == start or data[stop : stop + 2] != b"\r\n":
+                break
+            pieces.append(data[start:stop])
+            at = stop + 2
+        if at == end:
+            return (pieces[0] if len(pieces) == 1 else b"".join(pieces)), b""
+        return self._walk(data, at, pieces)
 
-    def _walk(self, data: bytes) -> tuple[bytes, bytes]:
+    def _walk(self, data: bytes, at: int, pieces: list[bytes]) -> tuple[bytes, bytes]:
         if self._pending:
             data = self._pending + data
             self._pending = b""
-        pieces: list[bytes] = []
-        at = 0
         end = len(data)
         while at < end and not self.done:
             if self._left:

@@ -9,8 +9,10 @@ than repaired: a repeated or odd length, a length beside a coding, any coding bu
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+from functools import lru_cache
+from typing import Final
+
+import msgspec
 
 from mural_router.http.errors import (
     BadRequest,
@@ -37,21 +39,53 @@ Field = tuple[bytes, bytes]
 """A field's name in lower case and its value without the white space around it."""
 
 # Possessive: a head that does not match is refused after one pass over it.
-_FIELDS = rb"((?:[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+\r\n)*+)\r\n"
+_FIELDS = rb"((?:\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+)*+)\r\n\r\n"
 _REQUEST = re.compile(
-    rb"([A-Z]{1,16}) ([!$%&'()*+,\-./0-9:;=?@A-Z\[\]_a-z~]++) HTTP/1\.([01])\r\n" + _FIELDS
+    rb"([A-Z]{1,16}) ([!$%&'()*+,\-./0-9:;=?@A-Z\[\]_a-z~]++) HTTP/1\.([01])" + _FIELDS
 )
-_RESPONSE = re.compile(
-    rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?\r\n" + _FIELDS
-)
+_RESPONSE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?" + _FIELDS)
 _OTHER_VERSION = re.compile(rb"[A-Z]+ [\x21-\x7e]+ HTTP/[0-9]+(?:\.[0-9]+)?\r\n")
-_HOST = re.compile(rb"(?:[A-Za-z0-9._~\-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]{1,5})?")
+_FIELD = re.compile(rb"\r\n([^:]++):[\t ]*+([^\r]*+)")
+# What frames a message or holds its connection; all of it is the same in lower case.
+_OF_REQUEST = re.compile(
+    rb"\r\n(host|content-length|transfer-encoding|connection|expect):[\t ]*+([^\r]*+)"
+)
+_OF_RESPONSE = re.compile(rb"\r\n(content-length|transfer-encoding|connection):[\t ]*+([^\r]*+)")
+_HOST = re.compile(rb"(?:[a-z0-9._~\-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?]+)(/.*)", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _CONNECTION_OPTIONS: Final = {b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""}
 
 
-class RequestHead(NamedTuple):
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields as they came, each after a CRLF, and the same in lower case."""
+
+    lines: bytes
+    lower: bytes
+
+    @property
+    def fields(self) -> list[Field]:
+        """All of them, in order."""
+        found = _FIELD.findall(self.lines)
+        return [(name.lower(), value.rstrip(b" \t")) for name, value in found]
+
+    def values(self, name: bytes) -> tuple[bytes, ...]:
+        """Every value of a field, by its lower-case name."""
+        line = b"\r\n%b:" % name
+        at = self.lower.find(line)
+        if at < 0:
+            return ()
+        found = []
+        while at >= 0:
+            at += len(line)
+            end = self.lines.find(b"\r", at)
+            value = self.lines[at:] if end < 0 else self.lines[at:end]
+            found.append(value.strip(b" \t"))
+            at = self.lower.find(line, at)
+        return tuple(found)
+
+
+class RequestHead(_Head, frozen=True, kw_only=True):
     """A request's head. A body follows if ``chunked`` or ``length``."""
 
     method: str
@@ -61,7 +95,6 @@ class RequestHead(NamedTuple):
     """Without the question mark."""
     minor: int
     """1 for HTTP/1.1, 0 for 1.0."""
-    fields: Sequence[Field]
     length: int
     """Of the body, 0 if it has none or is chunked."""
     chunked: bool
@@ -69,23 +102,19 @@ class RequestHead(NamedTuple):
     """Whether the client would send another request on this connection."""
     expects_continue: bool
 
-    def values(self, name: bytes) -> tuple[str, ...]:
-        """Every value of a field, by its lower-case name."""
-        return tuple(value.decode("latin-1") for key, value in self.fields if key == name)
 
-
-class ResponseHead(NamedTuple):
+class ResponseHead(_Head, frozen=True, kw_only=True):
     """An answer's head. Its body has ``length`` bytes, or is chunked when that is None."""
 
     status: int
-    fields: Sequence[Field]
     length: int | None
     keep: bool
     """Whether the replica keeps the connection."""
 
     def value(self, name: bytes) -> bytes | None:
         """The first value of a field, by its lower-case name."""
-        return next((value for key, value in self.fields if key == name), None)
+        found = self.values(name)
+        return found[0] if found else None
 
 
 def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
@@ -96,17 +125,16 @@ def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
             raise VersionNotSupported("This server speaks HTTP/1.1.")
         raise BadRequest("The request's head is not proper HTTP/1.1.")
     method, target, minor, lines = match.groups()
-    fields: list[Field] = []
+    if lines.count(b"\r") > max_fields:
+        raise HeadTooLarge(f"The request has more than {max_fields} header fields.")
+    lower = lines.lower()
     length: bytes | None = None
     coding: bytes | None = None
     host: bytes | None = None
     options: set[bytes] = set()
     expects = False
-    for line in lines.split(b"\r\n")[:-1]:
-        name, _, value = line.partition(b":")
-        name = name.lower()
-        value = value.strip(b" \t")
-        fields.append((name, value))
+    for name, value in _OF_REQUEST.findall(lower):
+        value = value.rstrip(b" \t")
         if name == b"host":
             host = _only(host, value, "Host")
         elif name == b"content-length":
@@ -115,17 +143,16 @@ def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
             coding = _only(coding, value, "Transfer-Encoding")
         elif name == b"connection":
             options |= _connection_options(value)
-        elif name == b"expect":
+        else:
             expects = _expects(value)
-    if len(fields) > max_fields:
-        raise HeadTooLarge(f"The request has more than {max_fields} header fields.")
     path, query = _target(target, host, minor)
     return RequestHead(
+        lines=lines,
+        lower=lower,
         method=method.decode("ascii"),
         path=path,
         query=query,
         minor=int(minor),
-        fields=fields,
         length=_request_length(length, coding, minor),
         chunked=coding is not None,
         keep=_keeps(options, minor),
@@ -142,15 +169,12 @@ def parse_response_head(head: bytes) -> ResponseHead:
     if match is None:
         raise BrokenAnswer("its head is not proper HTTP/1.1")
     minor, status_text, lines = match.groups()
-    fields: list[Field] = []
+    lower = lines.lower()
     length: bytes | None = None
     coding: bytes | None = None
     keep = minor == b"1"
-    for line in lines.split(b"\r\n")[:-1]:
-        name, _, value = line.partition(b":")
-        name = name.lower()
-        value = value.strip(b" \t")
-        fields.append((name, value))
+    for name, value in _OF_RESPONSE.findall(lower):
+        value = value.rstrip(b" \t")
         if name == b"content-length":
             if length is not None:
                 raise BrokenAnswer("it has two lengths")
@@ -159,10 +183,16 @@ def parse_response_head(head: bytes) -> ResponseHead:
             if coding is not None:
                 raise BrokenAnswer("it has two transfer codings")
             coding = value
-        elif name == b"connection" and b"close" in value.lower():
+        elif b"close" in value:
             keep = False
     status = int(status_text)
-    return ResponseHead(status, fields, _response_length(status, length, coding, minor), keep)
+    return ResponseHead(
+        lines=lines,
+        lower=lower,
+        status=status,
+        length=_response_length(status, length, coding, minor),
+        keep=keep,
+    )
 
 
 def refuse_hopeless(start: bytes) -> None:
@@ -178,7 +208,7 @@ def _only(before: bytes | None, value: bytes, name: str) -> bytes:
 
 
 def _connection_options(value: bytes) -> set[bytes]:
-    options = {option.strip(b" \t") for option in value.lower().split(b",")}
+    options = {option.strip(b" \t") for option in value.split(b",")}
     # A connection option takes the field that it names away from the request: no client may
     # have that done to a field that means something here.
     if not options <= _CONNECTION_OPTIONS:
@@ -191,7 +221,7 @@ def _keeps(options: set[bytes], minor: bytes) -> bool:
 
 
 def _expects(value: bytes) -> bool:
-    if value.lower() != b"100-continue":
+    if value != b"100-continue":
         raise ExpectationFailed("The only expectation that is met is 100-continue.")
     return True
 
@@ -200,15 +230,20 @@ def _target(target: bytes, host: bytes | None, minor: bytes) -> tuple[str, str]:
     if host is None:
         if minor == b"1":
             raise BadRequest("The request has no Host.")
-    elif _HOST.fullmatch(host) is None:
+    elif not _is_host(host):
         raise BadRequest("The request's Host is not a host.")
     if not target.startswith(b"/"):
         absolute = _ABSOLUTE.fullmatch(target)
-        if absolute is None or host is None or absolute[1].lower() != host.lower():
+        if absolute is None or host is None or absolute[1].lower() != host:
             raise BadRequest("The request's target is no path, or of another host.")
         target = absolute[2]
     path, _, query = target.decode("ascii").partition("?")
     return path, query
+
+
+@lru_cache(maxsize=1024)
+def _is_host(host: bytes) -> bool:
+    return _HOST.fullmatch(host) is not None
 
 
 def _request_length(length: bytes | None, coding: bytes | None, minor: bytes) -> int:
@@ -217,7 +252,7 @@ def _request_length(length: bytes | None, coding: bytes | None, minor: bytes) ->
             raise BadRequest("The request has a Content-Length beside a Transfer-Encoding.")
         if minor == b"0":
             raise BadRequest("HTTP/1.0 has no Transfer-Encoding.")
-        if coding.lower() != b"chunked":
+        if coding != b"chunked":
             raise UnsupportedCoding("The only transfer coding that is known is chunked.")
         return 0
     if length is None:
@@ -235,7 +270,7 @@ def _response_length(
             raise BrokenAnswer(f"an answer {status} has no body")
         return 0
     if coding is not None:
-        if length is not None or minor == b"0" or coding.lower() != b"chunked":
+        if length is not None or minor == b"0" or coding != b"chunked":
             raise BrokenAnswer("its framing is ambiguous")
         return None
     if length is None or _LENGTH.fullmatch(length) is None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum, auto
 from http import HTTPStatus
-from typing import Final, Protocol, cast
+from time import monotonic
+from typing import Final, NamedTuple, Protocol, cast
 
 from mural_resolvers.errors import MuralError, TooLarge, Unavailable
 from mural_router.http.chunks import ChunkDecoder, ChunkError
@@ -27,7 +29,7 @@ from mural_router.http.head import END, RequestHead, parse_request_head, refuse_
 from mural_router.http.settings import HttpSettings
 from mural_router.http.watch import NEVER, Watch, Watched
 
-__all__ = ["Application", "BodySink", "Exchange", "Reader", "Server", "status_line"]
+__all__ = ["Application", "BodySink", "Exchange", "Plan", "Reader", "Server", "status_line"]
 
 _AHEAD_BYTES: Final = 65_536
 """What may be sent ahead of an answer before reading stops."""
@@ -36,13 +38,13 @@ _LINGER_BYTES: Final = 16 << 20
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 _STATUS_LINES: Final = {
-    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus
 }
 
 
 def status_line(status: int) -> bytes:
-    """An answer's first line."""
-    return _STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n".encode()
+    """An answer's first line, without its end."""
+    return _STATUS_LINES.get(status) or f"HTTP/1.1 {status} ".encode()
 
 
 class Reader(ABC):
@@ -73,19 +75,21 @@ class BodySink(Protocol):
     def complete(self) -> None: ...
 
 
+class Plan(NamedTuple):
+    """What will be done with a request whose head is known."""
+
+    body_limit: int | None
+    """How large a body is read whole first; None: `handle` takes it as it comes."""
+    handle: Callable[[Exchange], None]
+    """Answers, now or later. What it raises as a `MuralError` becomes the answer."""
+
+
 class Application(ABC):
-    """What is done with requests. What it raises as a `MuralError` becomes the answer."""
+    """What is done with requests."""
 
     @abstractmethod
-    def body_limit(self, head: RequestHead) -> int | None:
-        """How large a body is read whole before `handle`; None: `handle` takes it as it comes.
-
-        Raises a `MuralError` for a request that is refused by its head.
-        """
-
-    @abstractmethod
-    def handle(self, exchange: Exchange) -> None:
-        """Answer, now or later."""
+    def plan(self, head: RequestHead) -> Plan:
+        """Decide by the head. Raises a `MuralError` for a request that is refused by it."""
 
 
 class _State(Enum):
@@ -111,7 +115,7 @@ class Exchange:
         self.body = b""
         """Whole, unless it is passed on."""
         self.arrived = arrived
-        """When the head was complete, on the loop's clock."""
+        """When the head was complete, by `time.monotonic`: a loop's clock is coarse."""
         self.reader: Reader | None = None
         self.bytes_sent = 0
         self.handled = False
@@ -164,7 +168,8 @@ class Exchange:
             connection.keep = False
         lines = "".join(f"{name}: {value}\r\n" for name, value in fields)
         last = "" if connection.keep else "connection: close\r\n"
-        head = f"content-type: {content_type}\r\ncontent-length: {len(body)}\r\n{lines}{last}\r\n"
+        length = f"\r\ncontent-length: {len(body)}\r\n"
+        head = f"\r\ncontent-type: {content_type}{length}{lines}{last}\r\n"
         sent = status_line(status) + head.encode("latin-1")
         self.write(sent if self.head.method == "HEAD" else sent + body)
         self.finish()
@@ -208,6 +213,7 @@ class _Connection(asyncio.Protocol, Watched):
         self._body = bytearray()
         self._buffered = 0
         self._limit = 0
+        self._plan: Plan | None = None
         self._sink: BodySink | None = None
         self._body_paused = False
         self._reading = True
@@ -311,18 +317,19 @@ class _Connection(asyncio.Protocol, Watched):
         head = parse_request_head(self._data[:end], settings.max_head_fields)
         self._data = self._data[end:]
         self.keep = head.keep and not self._server.draining
-        exchange = self._exchange = Exchange(self, head, self._server.loop.time())
+        exchange = self._exchange = Exchange(self, head, monotonic())
         self._server.requests_total += 1
         has_body = head.chunked or head.length > 0
         self._missing = head.length
         self._decoder = ChunkDecoder() if head.chunked else None
         if not has_body:
-            self._server.application.body_limit(head)
+            self._plan = self._server.application.plan(head)
             return self._ask(exchange)
         if head.method in ("GET", "HEAD"):
             raise BadRequest(f"A {head.method} has no body.")
         self._state = _State.BODY
-        limit = self._server.application.body_limit(head)
+        self._plan = self._server.application.plan(head)
+        limit = self._plan.body_limit
         if limit is None:
             return self._ask(exchange)
         self._limit = limit
@@ -374,7 +381,9 @@ class _Connection(asyncio.Protocol, Watched):
         self.deadline = NEVER
         self._server.begun()
         exchange.handled = True
-        self._server.application.handle(exchange)
+        plan = self._plan
+        assert plan is not None
+        plan.handle(exchange)
         return True
 
     # -- a body that is passed on -----------------------------------------------------------------

@@ -22,6 +22,14 @@ _MAX_HEAD_BYTES: Final = 65_536
 _MAX_INTERIM_ANSWERS: Final = 8
 
 
+_Address = tuple[str, int, bool]
+"""Host, port, TLS: what two connections have to share to be alike."""
+
+
+def _address(endpoint: Endpoint) -> _Address:
+    return endpoint.host, endpoint.port, endpoint.tls
+
+
 class ConnectFailed(Exception):
     """No connection came to be; nothing was sent."""
 
@@ -67,7 +75,7 @@ class ReplicaConnection(asyncio.Protocol, Watched):
     transport: asyncio.Transport
 
     def __init__(self, pool: ReplicaPool, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+        self.address = _address(endpoint)
         self.requests = 0
         """Sent on it so far: above 1 it was kept, and may have been closed meanwhile."""
         self._pool = pool
@@ -265,7 +273,7 @@ class ReplicaPool:
         self.opened_total = 0
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._idle: dict[Endpoint, deque[ReplicaConnection]] = {}
+        self._idle: dict[_Address, deque[ReplicaConnection]] = {}
         self._open: set[ReplicaConnection] = set()
 
     @property
@@ -274,7 +282,7 @@ class ReplicaPool:
 
     def take(self, endpoint: Endpoint) -> ReplicaConnection | None:
         """An idle connection, if there is one."""
-        idle = self._idle.get(endpoint)
+        idle = self._idle.get(_address(endpoint))
         return idle.pop() if idle else None
 
     async def connect(self, endpoint: Endpoint) -> ReplicaConnection:
@@ -300,9 +308,9 @@ class ReplicaPool:
         self.watch.add(connection)
 
     def give_back(self, connection: ReplicaConnection) -> None:
-        idle = self._idle.get(connection.endpoint)
+        idle = self._idle.get(connection.address)
         if idle is None:
-            idle = self._idle[connection.endpoint] = deque()
+            idle = self._idle[connection.address] = deque()
         connection.deadline = self.watch.now + self.settings.idle_connection_s
         idle.append(connection)
         if len(idle) > self.settings.max_idle_connections:
@@ -311,14 +319,14 @@ class ReplicaPool:
     def lost(self, connection: ReplicaConnection) -> None:
         self._open.discard(connection)
         self.watch.discard(connection)
-        idle = self._idle.get(connection.endpoint)
+        idle = self._idle.get(connection.address)
         if idle is None:
             return
         if connection in idle:
             idle.remove(connection)
         if not idle:
             # Endpoints come and go: nothing is kept of those without a connection.
-            del self._idle[connection.endpoint]
+            del self._idle[connection.address]
 
     def close(self) -> None:
         for connection in list(self._open):

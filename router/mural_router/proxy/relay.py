@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from abc import abstractmethod
+from time import monotonic
 from typing import Final
 
 from mural_resolvers.errors import MuralError
-from mural_router.http.head import Field, ResponseHead
+from mural_router.http.head import ResponseHead
 from mural_router.http.server import Exchange, Reader, status_line
 from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
 from mural_router.proxy.errors import told
@@ -20,41 +22,33 @@ __all__ = ["InferenceRelay", "Relay", "ask_of"]
 
 _log = logging.getLogger(__name__)
 
-_READ: Final = frozenset(name.encode("ascii") for name in HEADERS)
+_READ = re.compile(
+    r"\r\n(authorization|{}):[\t ]*+([^\r]*+)".format("|".join(sorted(HEADERS))).encode("ascii"),
+    re.IGNORECASE,
+)
 _RETRY_HEADER: Final = RETRY_HEADER.encode("ascii")
 
 # Of a connection rather than of an answer (RFC 9110, section 7.6.1), or the router's own to say.
-_NOT_PASSED_ON: Final = frozenset(
-    {
-        b"connection",
-        b"keep-alive",
-        b"proxy-authenticate",
-        b"proxy-authentication-info",
-        b"proxy-connection",
-        b"server",
-        b"te",
-        b"trailer",
-        b"transfer-encoding",
-        b"upgrade",
-        b"x-request-id",
-    }
+_NOT_PASSED_ON = re.compile(
+    rb"\r\n(?:connection|keep-alive|proxy-(?:authenticate|authentication-info|connection)|server|te"
+    rb"|trailer|transfer-encoding|upgrade|x-request-id|x-mural-[^:]*+):[^\r]*+",
+    re.IGNORECASE,
 )
 
 
 def ask_of(exchange: Exchange) -> Ask:
     """What routing is asked about a request."""
     head = exchange.head
-    return Ask(
-        path=head.path,
-        authorization=head.values(b"authorization"),
-        body=exchange.body,
-        headers={
-            name.decode("ascii"): value.decode("latin-1")
-            for name, value in head.fields
-            if name in _READ
-        },
-        method=head.method,
-    )
+    authorization: list[str] = []
+    headers: dict[str, str] = {}
+    for name, value in _READ.findall(head.lines):
+        text = value.rstrip(b" \t").decode("latin-1")
+        key = name.decode("ascii").lower()
+        if key == "authorization":
+            authorization.append(text)
+        else:
+            headers[key] = text
+    return Ask(head.path, tuple(authorization), exchange.body, headers, method=head.method)
 
 
 class Relay(Caller, Reader):
@@ -145,9 +139,8 @@ class Relay(Caller, Reader):
             self._try_again(routed)
             return
         self._head = head
-        self._first_byte_s = self._loop.time() - self._exchange.arrived
-        content_type = head.value(b"content-type") or b""
-        if head.length is None and content_type.startswith(b"text/event-stream"):
+        self._first_byte_s = monotonic() - self._exchange.arrived
+        if head.length is None and _is_events(head):
             self._events = EventRelay(hide_usage=routed.hide_usage)
         else:
             self._reader = UsageReader()
@@ -276,7 +269,7 @@ class Relay(Caller, Reader):
                 completion_tokens=completion,
                 error=error,
                 first_byte_s=self._first_byte_s,
-                total_s=self._loop.time() - exchange.arrived,
+                total_s=monotonic() - exchange.arrived,
                 bytes_sent=exchange.bytes_sent,
                 replica_failed=replica_failed,
             )
@@ -288,16 +281,13 @@ class Relay(Caller, Reader):
         return self._reader.usage if self._reader is not None else None
 
     def _answer_head(self, head: ResponseHead, routed: Routed) -> bytes:
-        lines = [status_line(head.status)]
-        lines += [_line(field) for field in head.fields if _passes(field[0])]
+        added = "".join([f"{name}: {value}\r\n" for name, value in routed.answer_headers])
         if head.length is None:
-            lines.append(b"transfer-encoding: chunked\r\n")
-        for name, value in routed.answer_headers:
-            lines.append(f"{name}: {value}\r\n".encode("latin-1"))
+            added += "transfer-encoding: chunked\r\n"
         if not self._exchange.keeps:
-            lines.append(b"connection: close\r\n")
-        lines.append(b"\r\n")
-        return b"".join(lines)
+            added += "connection: close\r\n"
+        passed_on = _NOT_PASSED_ON.sub(b"", head.lines)
+        return b"%b%b\r\n%b\r\n" % (status_line(head.status), passed_on, added.encode("latin-1"))
 
 
 class InferenceRelay(Relay):
@@ -321,9 +311,5 @@ class InferenceRelay(Relay):
         connection.send(self, (head.encode("latin-1"), body))
 
 
-def _passes(name: bytes) -> bool:
-    return name not in _NOT_PASSED_ON and not name.startswith(b"x-mural-")
-
-
-def _line(field: Field) -> bytes:
-    return b"%b: %b\r\n" % field
+def _is_events(head: ResponseHead) -> bool:
+    return (head.value(b"content-type") or b"").lower().startswith(b"text/event-stream")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable
+from functools import partial
 from typing import Final
 
 import msgspec
 
 from mural_resolvers.errors import MuralError, Unavailable
 from mural_router.http.head import RequestHead
-from mural_router.http.server import Application, Exchange, Reader, Server
+from mural_router.http.server import Application, Exchange, Plan, Reader, Server
 from mural_router.http.settings import HttpSettings
 from mural_router.http.tls import client_side, replica_side
 from mural_router.http.upstream import ReplicaPool
@@ -84,6 +85,7 @@ class _Running(Proxy, Application):
         self._watch = Watch(asyncio.get_running_loop())
         self._server = Server(settings, self, self._watch)
         self._pool = ReplicaPool(settings, self._watch, lambda: self._replica_context)
+        self._inference = Plan(settings.max_body_bytes, self._infer)
         self._closed = False
 
     async def listen(self) -> None:
@@ -91,22 +93,21 @@ class _Running(Proxy, Application):
 
     # -- the paths --------------------------------------------------------------------------------
 
-    def body_limit(self, head: RequestHead) -> int | None:
+    def plan(self, head: RequestHead) -> Plan:
         place = place_of(head)
         if place.answerer is Answerer.INFERENCE:
-            return self._settings.max_body_bytes
-        return None if place.answerer is Answerer.ADAPTERS else 0
+            return self._inference
+        if place.answerer is Answerer.ADAPTERS:
+            return Plan(None, partial(self._forward, place))
+        return Plan(0, partial(self._answer, place))
 
-    def handle(self, exchange: Exchange) -> None:
-        place = place_of(exchange.head)
-        if place.answerer is Answerer.INFERENCE:
-            InferenceRelay(self._pool, self._routing, exchange)
-        elif place.answerer is Answerer.ADAPTERS:
-            ForwardRelay(self._pool, self._routing, exchange, place.name)
-        else:
-            self._answer(exchange, place)
+    def _infer(self, exchange: Exchange) -> None:
+        InferenceRelay(self._pool, self._routing, exchange)
 
-    def _answer(self, exchange: Exchange, place: Place) -> None:
+    def _forward(self, place: Place, exchange: Exchange) -> None:
+        ForwardRelay(self._pool, self._routing, exchange, place.name)
+
+    def _answer(self, place: Place, exchange: Exchange) -> None:
         if place.answerer is Answerer.HEALTH:
             exchange.answer(200, b"", content_type="text/plain")
         elif place.answerer is Answerer.VERSION:

@@ -16,7 +16,7 @@ MARK: Final = b'"prompt_tokens":'
 
 _PROMPT = re.compile(rb'"prompt_tokens":\s?([0-9]{1,9})(?![0-9])')
 _COMPLETION = re.compile(rb'"completion_tokens":\s?([0-9]{1,9})(?![0-9])')
-_START = re.compile(rb'"usage":\s?\{')
+_START: Final = b'"usage":'
 _KEPT_BYTES: Final = 512
 
 Usage = tuple[int, int]
@@ -25,9 +25,7 @@ Usage = tuple[int, int]
 
 def find_usage(text: bytes) -> Usage | None:
     """The counts of the last usage object in ``text``; None: there is none."""
-    start = -1
-    for match in _START.finditer(text):
-        start = match.end()
+    start = text.rfind(_START, 0, text.rfind(MARK))
     if start < 0:
         return None
     prompt = _PROMPT.search(text, start)

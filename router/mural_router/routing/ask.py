@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from mural_router.fleet.endpoint import Endpoint
 
@@ -18,8 +19,7 @@ RETRY_HEADER: Final = "x-mural-retry"
 """An answer of a Mural server that holds ``elsewhere`` here was refused before any work."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """An inference request, its body read; or what is asked about models and adapters."""
 
     path: str
@@ -27,15 +27,14 @@ class Ask:
     authorization: tuple[str, ...]
     """Every Authorization header; other than one is refused where keys are asked for."""
     body: bytes = b""
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Lower-case names; only those that routing reads (`HEADERS`)."""
     candidates: frozenset[str] | None = None
     """``host:port`` of the endpoints that may serve it (a gateway's subset); None: all."""
     method: str = "POST"
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     """How a routed request ended."""
 
     status: int

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mural_router.http.head import RequestHead
-from mural_router.http.server import Application, Exchange, Server
+from mural_router.http.server import Application, Exchange, Plan, Server
 from mural_router.http.settings import HttpSettings
 from mural_router.http.watch import Watch
 
@@ -75,8 +75,8 @@ class Keeper(Application):
     def __init__(self) -> None:
         self.asked: list[tuple[str, bytes]] = []
 
-    def body_limit(self, head: RequestHead) -> int:
-        return 100
+    def plan(self, head: RequestHead) -> Plan:
+        return Plan(100, self.handle)
 
     def handle(self, exchange: Exchange) -> None:
         self.asked.append((exchange.head.method, exchange.body))
