@@ -215,7 +215,7 @@ class MuralFollower(Follower):
                 await self._follow(budget)
             except StateGap:
                 self._reader.forget()
-                await budget.spend(0)
+                await asyncio.sleep(self._backoff.next_s())
             except ControlError as error:
                 self._listener.lost(error.message, refused=error.refused)
                 await asyncio.sleep(self._backoff.next_s())

@@ -150,7 +150,7 @@ async def exchange(
     except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
         # TimeoutError is an OSError; ValueError: over a limit, or a number that is none.
         raise ExchangeError(
-            f"{host}:{port}: {error or 'no answer in time'}",
+            f"{host}:{port}: {str(error) or 'no answer in time'}",
             refused=isinstance(error, ConnectionRefusedError),
         ) from None
     finally:

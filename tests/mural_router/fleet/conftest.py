@@ -119,6 +119,7 @@ class StateServer:
             writer.close()
 
     def send(self, event: StateEvent) -> None:
+        self._writers = [writer for writer in self._writers if not writer.is_closing()]
         for writer in self._writers:
             writer.write(b"data: " + msgspec.json.encode(event) + b"\n\n")
 
