@@ -46,6 +46,7 @@ GRACE_S: Final = 2.0
 """After the store lost what it knew, the time in which all routers tell it again."""
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 1.0
+CANCEL_AGAIN_S: Final = 0.05
 
 _SCRIPT: Final = files("mural_router.limits").joinpath("leases.lua").read_text("utf-8")
 
@@ -199,8 +200,11 @@ class RedisLimiter(Limiter):
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            # Again where it is swallowed: asyncio.wait_for, which the client waits with, does so
+            # in Python 3.11 when what it waits for ends in the same moment.
+            while not self._task.done():
+                self._task.cancel()
+                await asyncio.wait([self._task], timeout=CANCEL_AGAIN_S)
         self._decide_alone()
         if self._away_since is None:
             # The connection may hold half of an answer.
