@@ -17,7 +17,6 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 from mural_resolvers.errors import MuralError, TooLarge, Unavailable
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.errors import BadRequest, BrokenAnswer
-from mural_router.http.head import RequestHead
 from mural_router.picker import messages
 from mural_router.picker.answer import AnswerReader
 from mural_router.picker.messages import RequestFacts
@@ -56,6 +55,7 @@ class PickerExchange:
         self._status = 0
         self._first_byte_s: float | None = None
         self._bytes_sent = 0
+        self._complete = False
         self._reader: AnswerReader | None = None
 
     async def run(self) -> None:
@@ -90,7 +90,7 @@ class PickerExchange:
         if not messages.is_duplex(first):
             raise NotDuplex("both body modes are to be FULL_DUPLEX_STREAMED")
         facts = messages.request_facts(first)
-        place = place_of(_head_of(facts))
+        place = place_of(facts)
         if place.answerer is Answerer.INFERENCE:
             await self._pick(facts)
         elif place.answerer is Answerer.ADAPTERS:
@@ -107,6 +107,9 @@ class PickerExchange:
         routed = self._routed = await self._routing.route(_ask(facts, body))
         destination = await _address(routed.endpoint)
         added = routed.request_headers
+        if facts.ends:
+            await self._send(messages.request_headers(facts, destination, added, None))
+            return
         await self._send(messages.request_headers(facts, destination, added, len(routed.body)))
         await self._send_all(messages.request_body(routed.body, ends=not trailers))
         if trailers:
@@ -156,23 +159,22 @@ class PickerExchange:
 
     async def _answer(self, routed: Routed) -> None:
         """Pass it on; its last piece, or its trailers, are the end."""
-        while True:
+        while not self._complete:
             message = await self._next()
+            # Noted before it is answered: Envoy may end the stream as soon as it has the answer.
             if message.HasField("response_headers"):
+                self._complete = message.response_headers.end_of_stream
                 await self._send(self._answer_begins(routed, message))
-                ends = message.response_headers.end_of_stream
             elif message.HasField("response_body"):
+                self._complete = message.response_body.end_of_stream
                 await self._send_all(self._answer_goes_on(message))
-                ends = message.response_body.end_of_stream
             elif message.HasField("response_trailers"):
+                self._complete = True
                 await self._send_all(self._held())
                 await self._send(messages.response_trailers())
-                ends = True
             else:
                 # Of the request: what follows what was taken for its end is not sent on.
                 raise BadRequest("The request goes on after its end.")
-            if ends:
-                return
 
     def _answer_begins(self, routed: Routed, message: ProcessingRequest) -> ProcessingResponse:
         fields = messages.fields_of(message.response_headers)
@@ -218,7 +220,7 @@ class PickerExchange:
                 status=self._status,
                 prompt_tokens=prompt,
                 completion_tokens=completion,
-                error=error,
+                error=None if self._complete and not broken else error,
                 first_byte_s=self._first_byte_s,
                 total_s=self._loop.time() - self._arrived,
                 bytes_sent=self._bytes_sent,
@@ -241,21 +243,6 @@ def _ask(facts: RequestFacts, body: bytes) -> Ask:
         headers={name: value for name, value in facts.fields if name in HEADERS},
         candidates=facts.candidates,
         method=facts.method,
-    )
-
-
-def _head_of(facts: RequestFacts) -> RequestHead:
-    """What the rules of paths look at; how it was framed is Envoy's affair."""
-    return RequestHead(
-        method=facts.method,
-        path=facts.path,
-        query=facts.query,
-        minor=1,
-        fields=(),
-        length=0,
-        chunked=False,
-        keep=True,
-        expects_continue=False,
     )
 
 

@@ -75,12 +75,14 @@ class RequestFacts(NamedTuple):
 
     method: str
     path: str
-    query: str
+    """Without the query."""
     fields: Fields
     ends: bool
     """No body follows."""
     candidates: frozenset[str] | None
     """``host:port`` of the endpoints that may be picked; None: all."""
+    minor: int = 1
+    """How it was framed is Envoy's affair."""
 
     def values(self, name: str) -> tuple[str, ...]:
         """Every value of a header."""
@@ -105,11 +107,10 @@ def request_facts(message: ProcessingRequest) -> RequestFacts:
     """Read the first message."""
     fields = fields_of(message.request_headers)
     pseudo = {name: value for name, value in fields if name.startswith(":")}
-    path, _, query = pseudo.get(":path", "").partition("?")
+    path, _, _ = pseudo.get(":path", "").partition("?")
     return RequestFacts(
         method=pseudo.get(":method", ""),
         path=path,
-        query=query,
         fields=fields,
         ends=bool(message.request_headers.end_of_stream),
         candidates=_candidates(message),

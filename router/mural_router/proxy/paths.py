@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import re
 from enum import Enum, auto
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from mural_router.http.errors import MethodNotAllowed, NotFound, VersionNotSupported
-from mural_router.http.head import RequestHead
 
-__all__ = ["Answerer", "Place", "place_of"]
+__all__ = ["Answerer", "Asked", "Place", "place_of"]
 
 INFERENCE: Final = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
 )
 _ADAPTERS = re.compile(r"/v1/adapters(?:/[A-Za-z0-9_][A-Za-z0-9._:\-]{0,255}){0,8}")
 _MODEL: Final = "/v1/models/"
+
+
+class Asked(Protocol):
+    """What is looked at of a request's head, whoever read it."""
+
+    @property
+    def method(self) -> str: ...
+
+    @property
+    def path(self) -> str:
+        """As it was sent, without the query."""
+        ...
+
+    @property
+    def minor(self) -> int:
+        """0 for HTTP/1.0."""
+        ...
 
 
 class Answerer(Enum):
@@ -48,7 +64,7 @@ _FIXED: Final = {
 _INFERENCE: Final = Place(Answerer.INFERENCE)
 
 
-def place_of(head: RequestHead) -> Place:
+def place_of(head: Asked) -> Place:
     """Find it. Raises `NotFound`, `MethodNotAllowed` or `VersionNotSupported`."""
     path = head.path
     if path in INFERENCE:
@@ -71,12 +87,12 @@ def place_of(head: RequestHead) -> Place:
     raise NotFound("There is no such path.")
 
 
-def _allow(head: RequestHead, methods: tuple[str, ...]) -> None:
+def _allow(head: Asked, methods: tuple[str, ...]) -> None:
     if head.method not in methods:
         raise MethodNotAllowed(methods)
 
 
-def _keep_framing(head: RequestHead) -> None:
+def _keep_framing(head: Asked) -> None:
     """A replica's answer may be chunked, and 1.0 would tell its end from a break in no way."""
     if head.minor == 0:
         raise VersionNotSupported("This path needs HTTP/1.1.")
