@@ -13,7 +13,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -310,7 +310,8 @@ class LoRAResolverRegistry:
                     found = await self._ask_in_order(principal, scope.name)
             if found.description.name != scope.name:
                 self._note_alias(scope.name, found.description.name)
-            return await self._bring(found, scope)
+            adapter = await self._bring(found, scope)
+            return replace(adapter, alias_ttl_s=found.description.alias_ttl_s)
         except TimeoutError:
             down = self._unavailable("No source answered in time.")
         except (AdapterNotFound, Forbidden):

@@ -42,6 +42,9 @@ class AdapterDescription:
     ``name`` is exact, never an alias. ``revision`` is the source's word for this content: as long
     as it stays the same, so do the bytes. A source whose content lies on this machine already
     gives the ``folder``, and the ``manifest`` that it has verified; nothing is downloaded then.
+
+    Where an alias was asked for, ``alias_ttl_s`` is for how many seconds it may be taken to mean
+    this version without asking again: 0 where the source remembers that itself, or draws anew.
     """
 
     name: AdapterName
@@ -49,6 +52,7 @@ class AdapterDescription:
     files: tuple[SourceFile, ...]
     manifest: Manifest | None = None
     folder: Path | None = None
+    alias_ttl_s: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -77,7 +81,7 @@ class ResolvedAdapter:
     """Content that is on this machine: the exact name, the folder, what lies in it.
 
     ``source`` is the resolver's ``name``; ``cached`` says that it lies in the disk cache, where
-    it stays only under a lease.
+    it stays only under a lease. ``alias_ttl_s`` is the description's.
     """
 
     name: AdapterName
@@ -85,6 +89,7 @@ class ResolvedAdapter:
     manifest: Manifest
     source: str
     cached: bool = False
+    alias_ttl_s: float = 0.0
 
 
 class LoRAResolver(ABC):

@@ -117,8 +117,11 @@ class HubResolver(LoRAResolver):
         files = await self._files(revision.id, revision.sha)
         if files is None:
             return None
-        exact = name.at(revision.sha) if place.is_alias else name
-        return AdapterDescription(exact, revision.sha, files)
+        if not place.is_alias:
+            return AdapterDescription(name, revision.sha, files)
+        return AdapterDescription(
+            name.at(revision.sha), revision.sha, files, alias_ttl_s=self._settings.alias_cache_s
+        )
 
     async def _files(self, repo: str, commit: str) -> tuple[SourceFile, ...] | None:
         """The adapter's files at a commit, once the hub has granted their content."""

@@ -19,6 +19,8 @@ _MAX_TOKEN_BYTES = 4096
 _TOKEN = re.compile(r"[\x21-\x7e]{1,4096}")
 _ORGANISATION = re.compile(r"\*|[A-Za-z0-9]([A-Za-z0-9._-]{0,94}[A-Za-z0-9])?")
 
+_LONGEST_ALIAS_CACHE_S = 3600
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubSettings:
@@ -42,6 +44,7 @@ class HubSettings:
 
     How long, in seconds: ``connect_timeout_s``; ``read_timeout_s`` between two pieces of a body;
     ``answer_timeout_s`` for a whole description, and until the first byte of content.
+    ``alias_cache_s`` is how long an alias is taken to mean the commit that it meant.
     """
 
     organisations: tuple[str, ...]
@@ -61,6 +64,7 @@ class HubSettings:
     read_timeout_s: float = 15.0
     answer_timeout_s: float = 8.0
     max_connections: int = 32
+    alias_cache_s: float = 5.0
 
     def __post_init__(self) -> None:
         if not self.organisations:
@@ -79,6 +83,8 @@ class HubSettings:
         waits = (self.connect_timeout_s, self.read_timeout_s, self.answer_timeout_s)
         if not all(0 < wait < float("inf") for wait in waits) or self.max_connections < 1:
             raise InvalidInput("A hub's timeouts and max_connections are above 0, and finite.")
+        if not 0 <= self.alias_cache_s <= _LONGEST_ALIAS_CACHE_S:
+            raise InvalidInput(f"alias_cache_s is from 0 to {_LONGEST_ALIAS_CACHE_S}.")
 
     @property
     def has_token(self) -> bool:

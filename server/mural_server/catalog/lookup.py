@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
 
 from mural_resolvers.errors import (
@@ -54,6 +55,7 @@ class LookUp:
         self._adapters_on = adapters_on
         self._clock = clock
         self._rechecks: dict[tuple[str, Asker], asyncio.Task[None]] = {}
+        self._aliases: OrderedDict[tuple[str, Asker], tuple[float, Entry]] = OrderedDict()
 
     def authorize(self, principal: Principal, model: str) -> None:
         """Raise `Forbidden` or `MalformedName`, from the name alone, before any look-up."""
@@ -83,13 +85,13 @@ class LookUp:
         if not self._adapters_on:
             raise AdapterNotFound("This server serves its base model only: adapters are off.")
         asker = Asker.of(principal)
-        known = self._names.resolved.get(name.short)
+        known = self._names.resolved.get(name.short) or self._aliased(name, asker)
         if known is None or asker not in known.checked:
             return await self._ask(principal, name, None)
         age_s = self._clock() - known.checked[asker]
         if age_s >= STALE_S:
             return await self._ask(principal, name, known)
-        self._names.resolved.move_to_end(name.short)
+        self._names.resolved.move_to_end(known.name)
         if age_s >= RECHECK_S:
             self._recheck(principal, name, known)
         return known
@@ -107,6 +109,20 @@ class LookUp:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _aliased(self, alias: AdapterName, asker: Asker) -> Entry | None:
+        """What an alias meant a moment ago, where its source lets it be remembered."""
+        until, entry = self._aliases.get((alias.short, asker), (0.0, None))
+        if entry is None or self._clock() >= until:
+            return None
+        return entry if self._names.resolved.get(entry.name) is entry else None
+
+    def _note_alias(self, alias: AdapterName, asker: Asker, entry: Entry, ttl_s: float) -> None:
+        key = (alias.short, asker)
+        self._aliases[key] = (self._clock() + ttl_s, entry)
+        self._aliases.move_to_end(key)
+        while len(self._aliases) > MAX_RESOLVED_NAMES:
+            self._aliases.popitem(last=False)
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -155,7 +171,10 @@ class LookUp:
         except (Conflict, TooLarge, UnusableAdapter) as error:
             log_refusal(name.short, error)
             raise
-        return self._remember(adapter, asker)
+        entry = self._remember(adapter, asker)
+        if adapter.alias_ttl_s > 0:
+            self._note_alias(name, asker, entry, adapter.alias_ttl_s)
+        return entry
 
     def _remember(self, adapter: ResolvedAdapter, asker: Asker) -> Entry:
         short, digest = adapter.name.short, adapter.manifest.digest

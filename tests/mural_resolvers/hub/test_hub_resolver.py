@@ -111,7 +111,8 @@ async def test_latest_is_the_commit_of_main_under_the_commits_name(
     second = await resolve("acme/sql")
 
     assert [str(first.name), str(second.name)] == [f"acme/sql:{old}", f"acme/sql:{new}"]
-    assert await resolve(f"acme/sql:{old}") == first
+    assert await resolve(f"acme/sql:{old}") == replace(first, alias_ttl_s=0.0)
+    assert first.alias_ttl_s == 5.0
 
 
 async def test_a_moved_tag_is_another_revision_under_the_same_name(

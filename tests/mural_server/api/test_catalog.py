@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -26,6 +27,7 @@ from mural_resolvers.errors import (
 from mural_resolvers.manifest import build_manifest
 from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator
+from mural_resolvers.resolver import LoRAResolver
 from mural_resolvers.tenants import Principal
 from mural_server.catalog import OPERATOR, AdapterCatalog, AlreadyLoaded
 
@@ -473,3 +475,50 @@ async def test_under_random_loads_and_unloads_every_use_is_of_resident_weights(
     await registry.close()
     catalog.check_integrity()
     registry.check_integrity()
+
+
+class Branch(LoRAResolver):
+    """``latest`` is whatever version it is told, and may be taken for that for five seconds."""
+
+    name = "branch"
+
+    def __init__(self, inner: DirectoryResolver) -> None:
+        self.inner = inner
+        self.head = "v1"
+        self.asked: list[str] = []
+
+    async def resolve(self, principal, name, base):
+        self.asked.append(name.short)
+        if name.version != "latest":
+            return await self.inner.resolve(principal, name, base)
+        found = await self.inner.resolve(principal, name.at(self.head), base)
+        return None if found is None else dataclasses.replace(found, alias_ttl_s=5.0)
+
+
+async def test_an_alias_is_asked_for_again_as_often_as_its_source_wants(
+    engine, adapter_dir, clock: Clock
+):
+    ids = LoRAIdAllocator()
+    source = Branch(DirectoryResolver(adapter_dir))
+    registry = LoRAResolverRegistry([source], engine.info.base_spec, ids, clock=clock)
+    catalog = AdapterCatalog(
+        engine, registry, ids, served=("tiny",), adapter_wait_s=20, clock=clock
+    )
+    first = await lora_of(catalog, "acme", ACME)
+    source.head = "v2"
+    clock.now = 4.9
+    assert await lora_of(catalog, "acme:latest", ACME) == first
+    assert len(source.asked) == 1
+    # Another caller's answer is none to this one.
+    assert (await lora_of(catalog, "acme")).lora_name == "acme:v2"
+    clock.now = 5.0
+    assert (await lora_of(catalog, "acme", ACME)).lora_name == "acme:v2"
+    # What is unloaded is not brought back by a memory of its alias.
+    await catalog.admin.unload("acme:v2")
+    asked = len(source.asked)
+    assert (await lora_of(catalog, "acme", ACME)).lora_name == "acme:v2"
+    assert len(source.asked) == asked + 1
+    await catalog.close()
+    await registry.close()
+    await source.inner.close()
+    catalog.check_integrity()
