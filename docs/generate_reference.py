@@ -128,6 +128,7 @@ ENVIRONMENT = """\
 the key for a server |
 | `MURAL_STORE` | `--store` of `mural adapters` |
 | `MURAL_CONTROL_TOKEN` | the control API's token, as `--control-token-file` |
+| `MURAL_ROUTER_TOKEN` | the token that proves a router, as `--router-token-file` |
 | `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1` | `--allow-runtime-lora-updating` |
 
 ## Other subcommands

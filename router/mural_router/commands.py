@@ -41,6 +41,7 @@ PLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "replica_keyfile": ("http", "tls", "replica_keyfile"),
     "admin_host": ("admin_host",),
     "admin_port": ("admin_port",),
+    "ext_proc": ("ext_proc_port",),
     "replica": ("replicas",),
     "stale_after_s": ("fleet", "stale_after_s"),
     "auth": ("auth",),
@@ -183,7 +184,7 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="URL",
         help="http[s]://host:port[,engine=vllm][,name=…][,control=PORT][,weight=N], or where to "
-        "look for them: dns://name:port, dns+srv://name, kubernetes://namespace/service; may be "
+        "look for them: dns://name:port, dns+srv://name, kubernetes://service.namespace; may be "
         "repeated",
     )
     group.add_argument(
@@ -228,6 +229,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--admin-host", metavar="HOST", help="default 127.0.0.1")
     group.add_argument(
         "--admin-port", type=int, metavar="PORT", help="of metrics and debug pages (default 9090)"
+    )
+    group.add_argument(
+        "--ext-proc",
+        type=int,
+        metavar="PORT",
+        help="pick endpoints for Envoy gateways on this port too, over gRPC (usually 9002)",
     )
     group.add_argument("--no-admin", action="store_true", help="leave the admin pages out")
     group.add_argument(

@@ -267,7 +267,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: tuple[str, ...] = ()
     """Admin keys."""
     tenants_file: str | None = None
-    """Under ``auth="router"`` for the sources and the upload quotas of tenants alone."""
+    """Tenants, their keys, grants and limits, read again when it changes. Under ``auth="router"``
+    only the sources and the upload quotas of tenants count: the rest is the router's to keep."""
     router_token: str | None = None
     """Proves a router, in ``Authorization``."""
     router_cert_name: tuple[str, ...] = ()
