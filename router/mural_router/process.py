@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
 from mural_router.admin.server import AdminServer
@@ -16,6 +16,9 @@ from mural_router.placement import Fleet
 from mural_router.proxy import Proxy, start
 from mural_router.running import Router, open_limiter
 from mural_router.settings import is_loopback
+
+if TYPE_CHECKING:
+    from mural_router.picker import Picker
 
 __all__ = ["run_router"]
 
@@ -79,13 +82,50 @@ async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncE
             f"{settings.http.host}:{settings.http.port} cannot be served: {error}."
         ) from None
     _log_start(router, router.proxy)
+    picker = None if settings.ext_proc_port is None else await _picker(router)
     await stop.wait()
     router.stopping = True
     grace_s = settings.shutdown_grace_s
     logger.info("shutting down: requests in flight may end within %g s", grace_s)
-    cut = await router.proxy.drain(grace_s)
+    if picker is None:
+        cut = await router.proxy.drain(grace_s)
+    else:
+        cut, _ = await asyncio.gather(router.proxy.drain(grace_s), picker.drain(grace_s))
     if cut:
         logger.warning("%d requests were ended before they were complete", cut)
+
+
+async def _picker(router: Router) -> Picker:
+    """Raises ``InvalidInput`` when it cannot be served."""
+    try:
+        # Here alone: who has no gateway needs no gRPC.
+        from mural_router.picker import PickerSettings, start_picker
+    except ImportError as error:
+        raise InvalidInput(
+            f"--ext-proc needs packages that are not installed ({error}): "
+            "pip install 'mural[picker]'."
+        ) from None
+    settings = router.config.settings
+    assert settings.ext_proc_port is not None
+    http = settings.http
+    try:
+        picker = await start_picker(
+            PickerSettings(
+                host=http.host,
+                port=settings.ext_proc_port,
+                certfile=http.tls.certfile,
+                keyfile=http.tls.keyfile,
+                max_body_bytes=http.max_body_bytes,
+            ),
+            router.routing,
+            not_ready=router.not_ready,
+        )
+    except OSError as error:
+        raise InvalidInput(
+            f"{http.host}:{settings.ext_proc_port} cannot be served: {error}."
+        ) from None
+    logger.info("picking endpoints for gateways on %s:%d", picker.host, picker.port)
+    return picker
 
 
 async def _settle(router: Router, stop: asyncio.Event) -> None:

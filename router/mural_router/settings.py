@@ -104,6 +104,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     admin_host: str = "127.0.0.1"
     admin_port: int | None = 9090
     """Of metrics and debug pages; None: none."""
+    ext_proc_port: int | None = None
+    """Of the endpoint picker for Envoy gateways, on the clients' host and with its certificate;
+    None: there is none."""
 
     replicas: tuple[str, ...] = ()
     """Where they are looked for: ``http[s]://host:port``, ``dns://…``, ``dns+srv://…`` and
@@ -167,6 +170,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             (
                 self.admin_port is None or 0 <= self.admin_port < 1 << 16,
                 f"admin_port is {self.admin_port}: set it from 0 to 65535.",
+            ),
+            (
+                self.ext_proc_port is None or 0 <= self.ext_proc_port < 1 << 16,
+                f"ext_proc_port is {self.ext_proc_port}: set it from 0 to 65535.",
+            ),
+            (
+                not self.ext_proc_port
+                or self.ext_proc_port not in (self.http.port, self.admin_port),
+                f"The endpoint picker needs a port of its own, not {self.ext_proc_port}.",
             ),
             (
                 not self.http.port or self.http.port != self.admin_port,
