@@ -199,9 +199,10 @@ def seaweedfs_running(folder: Path) -> Iterator[Server]:
     master, volume, filer, port = (free_port(55_000) for _ in range(4))
     command = [str(built("seaweedfs", "weed")), "server", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
     command += [f"-dir={folder}/data", f"-master.port={master}", "-master.volumeSizeLimitMB=64"]
-    command += ["-master.telemetry=false", f"-volume.port={volume}", "-volume.max=40", "-filer"]
+    command += ["-master.telemetry=false", f"-volume.port={volume}", "-filer"]
     command += [f"-filer.port={filer}", "-s3", f"-s3.port={port}", f"-s3.config={folder}/s3.json"]
-    command += ["-s3.autoCreateBucket=false"]
+    # Each bucket takes seven volumes, and each test a bucket.
+    command += ["-s3.autoCreateBucket=false", "-volume.max=2000"]
     with running(command, port, folder / "log"):
         yield Server("seaweedfs", f"http://127.0.0.1:{port}", port)
 
