@@ -12,8 +12,8 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,8 @@ class VLLM:
 
     client: httpx.Client
     log: Path
+    port: int
+    process: subprocess.Popen[bytes]
 
     def ask(self, model: str, prompt: list[int]) -> httpx.Response:
         body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
@@ -193,54 +195,64 @@ def s3() -> Iterator[S3]:
             store.stop()
 
 
+Serve = Callable[..., AbstractContextManager["VLLM"]]
+
+
 @pytest.fixture(scope="session")
-def vllm(
+def serve_vllm(
     vllm_command: Path,
     base_model: Path,
-    reference: Reference,
+    reference: Reference,  # computed before vLLM takes the cores
     s3: S3,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[VLLM]:
-    """It acts as acme, with a grant for globex:v1; one adapter at a time is in its memory."""
-    folder = tmp_path_factory.mktemp("vllm")
-    sources = folder / "sources.yaml"
-    source = {
-        "type": "s3",
-        "url": f"s3://{BUCKET}",
-        "endpoint_url": s3.url,
-        "region": "us-east-1",
-    }
-    cache = {"path": str(folder / "cache"), "quota": QUOTA_BYTES}
-    sources.write_text(yaml.safe_dump({"resolvers": [source], "cache": cache}))
-    port, log = free_port(), folder / "log"
-    command = [str(vllm_command), "serve", str(base_model), "--served-model-name", BASE]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
-    command += ["--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "2"]
-    command += [
-        "--enable-lora",
-        "--max-loras",
-        "1",
-        "--max-cpu-loras",
-        "1",
-        "--max-lora-rank",
-        "16",
-    ]
-    environment = os.environ | {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "MURAL_SOURCES": str(sources),
-        "MURAL_VLLM_TENANT": "acme",
-        "MURAL_VLLM_GRANTS": "globex:v1",
-    }
-    # The test runner's bound on its own threads is not vLLM's.
-    environment.pop("OMP_NUM_THREADS", None)
-    with running(command, environment, log) as process:
-        client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
-        with client:
-            await_ready(process, client)
-            yield VLLM(client, log)
+) -> Serve:
+    """Start one that acts as acme, with a grant for globex:v1, and a disk cache of its own."""
+
+    @contextmanager
+    def serve(*, adapters: int, sequences: int) -> Iterator[VLLM]:
+        folder = tmp_path_factory.mktemp("vllm")
+        sources = folder / "sources.yaml"
+        source = {
+            "type": "s3",
+            "url": f"s3://{BUCKET}",
+            "endpoint_url": s3.url,
+            "region": "us-east-1",
+        }
+        cache = {"path": str(folder / "cache"), "quota": QUOTA_BYTES}
+        sources.write_text(yaml.safe_dump({"resolvers": [source], "cache": cache}))
+        port, log = free_port(), folder / "log"
+        command = [
+            *(str(vllm_command), "serve", str(base_model), "--served-model-name", BASE),
+            *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
+            *("--enforce-eager", "--max-model-len", "512", "--max-num-seqs", str(sequences)),
+            *("--enable-lora", "--max-loras", str(adapters), "--max-cpu-loras", str(adapters)),
+            *("--max-lora-rank", "16"),
+        ]
+        environment = os.environ | {
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "MURAL_SOURCES": str(sources),
+            "MURAL_VLLM_TENANT": "acme",
+            "MURAL_VLLM_GRANTS": "globex:v1",
+        }
+        # The test runner's bound on its own threads is not vLLM's.
+        environment.pop("OMP_NUM_THREADS", None)
+        with running(command, environment, log) as process:
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_S)
+            with client:
+                await_ready(process, client)
+                yield VLLM(client, log, port, process)
+
+    return serve
+
+
+@pytest.fixture(scope="session")
+def vllm(serve_vllm: Serve) -> Iterator[VLLM]:
+    """One adapter at a time is in its memory."""
+    with serve_vllm(adapters=1, sequences=2) as server:
+        yield server
 
 
 @contextmanager
