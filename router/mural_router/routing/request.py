@@ -79,7 +79,7 @@ class Story:
         metrics.request_s.observe(outcome.total_s)
         if outcome.first_byte_s is not None:
             metrics.first_byte_s.observe(outcome.first_byte_s)
-        if self.queued_s:
+        if self.queued_s is not None:
             metrics.queued_s.observe(self.queued_s)
         metrics.prompt_tokens += outcome.prompt_tokens or 0
         metrics.completion_tokens += outcome.completion_tokens or 0

@@ -103,7 +103,7 @@ class FleetRouting(Routing):
             hold = await self._limiter.enter(principal, sequences, tokens)
             placement = self._placement(ask, body, target, sequences)
             turn = await self._wait(principal, placement, tokens)
-            story.queued_s = turn.waited_s
+            story.queued_s = turn.waited_s or None
             return self._routed(
                 Admitted(principal, target, placement, hold, turn, counted), body, story
             )
