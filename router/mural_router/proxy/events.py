@@ -71,13 +71,26 @@ class EventRelay:
     def _read_usage(self, events: bytes) -> bytes:
         """Note the usage, and take away the event that was asked for by the router alone."""
         kept: list[bytes] = []
-        start = 0
-        for match in _END.finditer(events):
-            event = events[start : match.end()]
-            start = match.end()
-            if MARK in event:
-                self.usage = find_usage(event) or self.usage
-                if self._hide_usage and _WITHOUT_CHOICES.search(event):
-                    continue
-            kept.append(event)
+        begun, at = 0, events.find(MARK)
+        while at >= 0:
+            start = _last_end(events, begun, at)
+            end = _END.search(events, at)
+            stop = end.end() if end is not None else len(events)
+            event = events[start:stop]
+            self.usage = find_usage(event) or self.usage
+            if self._hide_usage and _WITHOUT_CHOICES.search(event):
+                kept.append(events[begun:start])
+                begun = stop
+            at = events.find(MARK, stop)
+        kept.append(events[begun:])
         return b"".join(kept)
+
+
+def _last_end(events: bytes, begin: int, at: int) -> int:
+    """Where the event at a place begins: after the last end before it."""
+    found = begin
+    for end in _ENDS:
+        place = events.rfind(end, begin, at)
+        if place >= 0:
+            found = max(found, place + len(end))
+    return found
