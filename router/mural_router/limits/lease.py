@@ -20,7 +20,7 @@ __all__ = ["LEASE_S", "Answer", "Call", "LeasedAccount", "Need"]
 LEASE_S: Final = 10.0
 """Nothing of a lease is used when it is older."""
 SPARE_REQUESTS: Final = 4
-SPARE_S: Final = 1.0
+SPARE_S: Final = 4.0
 """A lease is to last so long at the pace of the last one."""
 KNOWN_REFUSAL_S: Final = 1.0
 KNOWN_CONCURRENCY_S: Final = 0.1

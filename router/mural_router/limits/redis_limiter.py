@@ -40,6 +40,7 @@ MAX_WAITING: Final = 1000
 """Requests of one tenant that wait for a lease."""
 REVIEW_S: Final = 2.0
 """So often a tenant's books are gone through, and what lies idle is given back."""
+GATHER_S: Final = 0.1
 BEAT_S: Final = 2.0
 """So often the store hears of a router at least."""
 GRACE_S: Final = 2.0
@@ -365,7 +366,11 @@ class RedisLimiter(Limiter):
             self._decide_alone()
 
     def _next_review_at(self) -> float:
-        return self._reviews[0][0] if self._reviews else self._clock() + REVIEW_S
+        # Not sooner than a while after the last trip, so that tenants' reviews share one.
+        now = self._clock()
+        return (
+            max(self._reviews[0][0], self._beat_at + GATHER_S) if self._reviews else now + REVIEW_S
+        )
 
     def _review(self) -> None:
         """Give back what lies idle, refresh what is held, forget who is gone."""

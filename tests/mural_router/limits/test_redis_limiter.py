@@ -411,7 +411,7 @@ async def test_a_store_without_room_is_as_one_that_is_away(
     store: Any, make: Make, until: Until
 ) -> None:
     one = await make(routers=1)
-    store.client.config_set("maxmemory", "1mb")
+    store.client.config_set("maxmemory", "1")
     store.client.config_set("maxmemory-policy", "noeviction")
 
     await until(lambda: not is_shared(one))
