@@ -1,10 +1,11 @@
-"""What the demo starts and ends: an S3 server, `mural serve`, and short commands."""
+"""What the demo starts and ends: an S3 server, `mural up`, and short commands."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import boto3
 import httpx
 from rich.console import Console
 
-__all__ = ["BUCKET", "Server", "mural", "new_key", "push_refused", "s3_server", "serve"]
+__all__ = ["BUCKET", "Fleet", "mural", "new_key", "push_refused", "s3_server", "start_up"]
 
 BUCKET = "adapters"
 START_TIMEOUT_S = 180.0
@@ -32,11 +33,14 @@ CREDENTIALS = {
 MURAL = (sys.executable, "-m", "mural_resolvers.cli")
 
 
-class Server(NamedTuple):
-    """A running server and where to reach it."""
+class Fleet(NamedTuple):
+    """A running router, its admin pages, and the servers behind it by name."""
 
     url: str
-    log: Path
+    admin: str
+    servers: dict[str, str]
+    token: str
+    """Of the router, by which the servers believe who is asking."""
 
 
 @contextlib.contextmanager
@@ -66,16 +70,19 @@ def s3_server() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serve(flags: list[str]) -> Iterator[Server]:
-    """`mural serve` on free ports, ended on the way out whatever happens; its log on failure."""
-    port, control_port = free_port(), free_port()
-    command = [*MURAL, "serve", *flags, "--port", str(port), "--control-port", str(control_port)]
+def start_up(flags: list[str]) -> Iterator[Fleet]:
+    """`mural up` on free ports, ended on the way out whatever happens; its log on failure."""
+    port, admin_port, token = free_port(), free_port(), secrets.token_urlsafe(32)
+    command = [*MURAL, "up", *flags, "--port", str(port), "--admin-port", str(admin_port)]
+    environment = os.environ | CREDENTIALS | {"MURAL_ROUTER_TOKEN": token}
     with tempfile.NamedTemporaryFile() as log:
         try:
-            with running(command, os.environ | CREDENTIALS, log.fileno()) as process:
-                url = f"http://127.0.0.1:{port}"
-                await_ready(process, url, time.monotonic() + START_TIMEOUT_S)
-                yield Server(url, Path(log.name))
+            with running(command, environment, log.fileno()) as process:
+                admin = f"http://127.0.0.1:{admin_port}"
+                await_ready(process, f"{admin}/ready", time.monotonic() + START_TIMEOUT_S)
+                replicas = httpx.get(f"{admin}/debug/fleet").json()["replicas"]
+                servers = {each["name"]: f"http://{each['address']}" for each in replicas}
+                yield Fleet(f"http://127.0.0.1:{port}", admin, servers, token)
         except BaseException:
             sys.stderr.write(Path(log.name).read_text(errors="replace")[-4000:])
             raise
@@ -137,7 +144,7 @@ def running(
     finally:
         process.terminate()
         try:
-            process.wait(30)
+            process.wait(90)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -152,9 +159,9 @@ def free_port() -> int:
 def await_ready(process: subprocess.Popen[bytes], url: str, deadline: float) -> None:
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise SystemExit(f"mural serve ended with status {process.returncode}")
+            raise SystemExit(f"mural up ended with status {process.returncode}")
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{url}/health").status_code == 200:
+            if httpx.get(url).status_code == 200:
                 return
         time.sleep(0.1)
-    raise SystemExit(f"mural serve was not ready within {START_TIMEOUT_S:.0f} s")
+    raise SystemExit(f"mural up was not ready within {START_TIMEOUT_S:.0f} s")

@@ -113,7 +113,8 @@ class Plan:
     servers: tuple[Child, ...]
     router: Child
     environment: Mapping[str, str] = field(repr=False)
-    """Tokens that only these processes know, so that nobody else can pose as the router."""
+    """Tokens that only these processes know, unless the environment has them already: nobody
+    else can pose as the router."""
 
 
 def make_plan(given: Mapping[str, object]) -> Plan:
@@ -137,8 +138,8 @@ def make_plan(given: Mapping[str, object]) -> Plan:
     ]
     router = Child("router", _route_command(given, store, replicas), _ROUTING)
     tokens = {
-        "MURAL_ROUTER_TOKEN": secrets.token_urlsafe(32),
-        "MURAL_CONTROL_TOKEN": secrets.token_urlsafe(32),
+        name: os.environ.get(name) or secrets.token_urlsafe(32)
+        for name in ("MURAL_ROUTER_TOKEN", "MURAL_CONTROL_TOKEN")
     }
     return Plan(servers, router, tokens)
 
