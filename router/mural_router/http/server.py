@@ -217,6 +217,8 @@ class _Connection(asyncio.Protocol, Watched):
         self._sink: BodySink | None = None
         self._body_paused = False
         self._reading = True
+        self._unread_answers = False
+        """The transport's buffer is full of what the client has not taken."""
         self._advancing = False
         self._head_begun = False
         self._lingered = 0
@@ -253,19 +255,24 @@ class _Connection(asyncio.Protocol, Watched):
             self._advance()
 
     def pause_writing(self) -> None:
+        self._unread_answers = True
         self.deadline = self._watch.now + self._settings.stall_timeout_s
         if self._exchange is not None and self._exchange.reader is not None:
             self._exchange.reader.paused()
 
     def resume_writing(self) -> None:
+        self._unread_answers = False
         if self._state is _State.BUSY:
             self.deadline = NEVER
         if self._exchange is not None and self._exchange.reader is not None:
             self._exchange.reader.resumed()
+        elif self._state is _State.HEAD:
+            self.deadline = self._watch.now + self._settings.keep_alive_s
+            self._read_on()
 
     def expired(self) -> None:
         """A wait is over: for a request to begin, to be read, for its answer to be taken."""
-        idle = self._state is _State.HEAD and not self._data
+        idle = self._state is _State.HEAD and (not self._data or self._unread_answers)
         if idle or self._state not in (_State.HEAD, _State.BODY):
             self.abort()
         else:
@@ -288,18 +295,26 @@ class _Connection(asyncio.Protocol, Watched):
 
     def _step(self) -> bool:
         if self._state is _State.HEAD:
+            if self._unread_answers:
+                # Who takes no answers is asked for no more requests.
+                self._hold()
+                return False
             return self._read_head()
         if self._state is _State.BODY:
             return self._read_body()
         if self._state is _State.PASSING and not self._body_paused:
             return self._pass_on()
         if self._state in (_State.BUSY, _State.PASSING):
-            if len(self._data) > _AHEAD_BYTES and self._reading:
-                self._reading = False
-                self.transport.pause_reading()
+            self._hold()
             return False
         self._data = b""
         return False
+
+    def _hold(self) -> None:
+        """Leave what a client sends ahead with the client, but for a little."""
+        if len(self._data) > _AHEAD_BYTES and self._reading:
+            self._reading = False
+            self.transport.pause_reading()
 
     def _read_head(self) -> bool:
         settings = self._settings
@@ -454,7 +469,9 @@ class _Connection(asyncio.Protocol, Watched):
         self._state = _State.HEAD
         self._decoder = None
         self._body_paused = False
-        self.deadline = self._watch.now + self._settings.keep_alive_s
+        settings = self._settings
+        wait_s = settings.stall_timeout_s if self._unread_answers else settings.keep_alive_s
+        self.deadline = self._watch.now + wait_s
         if not self._reading:
             self._reading = True
             self.transport.resume_reading()
@@ -466,6 +483,10 @@ class _Connection(asyncio.Protocol, Watched):
         self._server.refused_total += 1
         # A body that goes wrong while it is passed on has no end that anybody may see.
         exchange = self._leave(gone=True)
+        if exchange is not None and exchange.bytes_sent:
+            # Amid an answer there is no place for another one.
+            self.abort()
+            return
         self.keep = self.keep and exchange is not None and not self.body_is_unread
         body = error_json(error)
         fields = "".join(f"{name}: {value}\r\n" for name, value in answer_fields(error))

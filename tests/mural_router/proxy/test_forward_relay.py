@@ -139,6 +139,25 @@ async def test_an_upload_that_the_client_breaks_off_never_looks_complete(stand: 
         assert outcome.error
 
 
+async def test_a_body_that_goes_wrong_amid_its_answer_ends_the_connection(
+    stand: MakeStand,
+) -> None:
+    async def answer_early(received: Received) -> None:
+        await received.send(b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\n12345")
+        await received.until_closed()
+
+    here = await stand(answer_early)
+    client = await here.client()
+    client.send(
+        b"POST /v1/adapters/a:b HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        + chunk(b"abc")
+    )
+    await client.until(b"12345")
+    client.send(b"no chunk\r\n")
+    assert await client.rest() == b""
+    assert (await here.routing.outcome()).error
+
+
 async def test_a_read_is_asked_again_and_a_write_is_not(stand: MakeStand) -> None:
     async def lose(received: Received) -> None:
         received.writer.transport.abort()

@@ -174,6 +174,26 @@ async def test_many_requests_at_once_are_no_deep_recursion(stand: MakeStand) -> 
         assert (await client.answer())[0] == 200
 
 
+async def test_a_client_that_takes_no_answers_is_asked_for_no_more_requests(
+    stand: MakeStand,
+) -> None:
+    here = await stand(settings=HttpSettings(port=0, stall_timeout_s=0.5))
+    client = await here.client()
+    client.reader._limit = 1024  # type: ignore[attr-defined] # the stream's own buffer takes none
+    request = b"GET /v1/models/%b HTTP/1.1\r\nhost: a\r\n\r\n" % (b"x" * 20_000)
+
+    async def flood() -> None:
+        while True:
+            client.send(request)
+            await client.writer.drain()
+
+    with pytest.raises(ConnectionError):
+        await asyncio.wait_for(flood(), 20)
+    # What the kernel's buffers hold on both sides, and not what a client likes to send.
+    assert here.proxy.state().requests_total < 1500
+    assert here.proxy.state().connections == 0
+
+
 @pytest.mark.parametrize(
     ("request_line", "status"),
     [
