@@ -9,22 +9,19 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.config.core.v3.base_pb2 import HeaderValueOption
 from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     BodyMutation,
     BodyResponse,
     CommonResponse,
     HeaderMutation,
-    HeadersResponse,
     HttpHeaders,
-    ImmediateResponse,
     ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
     TrailersResponse,
 )
-from google.protobuf.struct_pb2 import Struct
 
 from mural_resolvers.errors import MuralError
 from mural_router.http.errors import answer_fields, error_json
@@ -66,6 +63,8 @@ _KEPT: Final = frozenset(
 )
 """Of the client's headers; the rest is taken away: keys, cookies, what names a destination or a
 tenant, and codings in which the answer's usage could not be read."""
+
+_OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 Fields = tuple[tuple[str, str], ...]
 
@@ -140,12 +139,12 @@ def request_headers(
         for name, _ in facts.fields
         if not name.startswith(":") and name not in kept and name not in set_here
     }
-    return ProcessingResponse(
-        request_headers=HeadersResponse(
-            response=CommonResponse(header_mutation=_mutation(own, removed), clear_route_cache=True)
-        ),
-        dynamic_metadata=_metadata(destination),
-    )
+    message = ProcessingResponse()
+    common = message.request_headers.response
+    common.clear_route_cache = True
+    _mutate(common.header_mutation, own, removed)
+    message.dynamic_metadata.update({METADATA_SPACE: {DESTINATION: destination}})
+    return message
 
 
 def request_body(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
@@ -163,11 +162,9 @@ def answer_headers(fields: Fields, added: Fields) -> ProcessingResponse:
     """The answer's headers, with what routing says of it and nothing that a replica says of it."""
     set_here = {name for name, _ in added}
     removed = {name for name, _ in fields if name.startswith("x-mural-") and name not in set_here}
-    return ProcessingResponse(
-        response_headers=HeadersResponse(
-            response=CommonResponse(header_mutation=_mutation(added, removed))
-        )
-    )
+    message = ProcessingResponse()
+    _mutate(message.response_headers.response.header_mutation, added, removed)
+    return message
 
 
 def response_body(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
@@ -188,32 +185,23 @@ def refusal(error: MuralError) -> ProcessingResponse:
 
 def said(status: int, body: bytes, fields: Fields = ()) -> ProcessingResponse:
     """An answer in the replica's stead, of JSON."""
-    return ProcessingResponse(
-        immediate_response=ImmediateResponse(
-            status={"code": status},
-            headers=_mutation((("content-type", "application/json"), *fields), ()),
-            body=body,
-        )
-    )
+    message = ProcessingResponse()
+    answer = message.immediate_response
+    answer.status.code = status
+    answer.body = body
+    _mutate(answer.headers, (("content-type", "application/json"), *fields), ())
+    return message
 
 
-def _mutation(fields: Iterable[tuple[str, str]], removed: Iterable[str]) -> HeaderMutation:
-    return HeaderMutation(
-        set_headers=[
-            HeaderValueOption(
-                header=HeaderValue(key=name, raw_value=value.encode("latin-1")),
-                append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
-            )
-            for name, value in fields
-        ],
-        remove_headers=sorted(removed),
-    )
-
-
-def _metadata(destination: str) -> Struct:
-    metadata = Struct()
-    metadata.update({METADATA_SPACE: {DESTINATION: destination}})
-    return metadata
+def _mutate(
+    mutation: HeaderMutation, fields: Iterable[tuple[str, str]], removed: Iterable[str]
+) -> None:
+    # Field by field: messages given to constructors cost four times as much.
+    for name, value in fields:
+        option = mutation.set_headers.add(append_action=_OVERWRITE)
+        option.header.key = name
+        option.header.raw_value = value.encode("latin-1")
+    mutation.remove_headers.extend(sorted(removed))
 
 
 def _pieces(body: bytes) -> Iterator[tuple[bytes, bool]]:
