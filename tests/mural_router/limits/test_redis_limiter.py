@@ -453,8 +453,13 @@ async def test_the_store_is_reached_by_tls_and_its_certificate_is_checked(
         trusting = await make(url=url, ca_certs=str(tmp_path / "ours.pem"))
         mistrusting = await make(url=url, ca_certs=str(tmp_path / "theirs.pem"))
 
+        # Its certificate is for the name, not for the address.
+        other_name = f"rediss://127.0.0.1:{wire.port}"
+        elsewhere = await make(url=other_name, ca_certs=str(tmp_path / "ours.pem"))
+
         assert is_shared(trusting)
         assert not is_shared(mistrusting)
+        assert not is_shared(elsewhere)
 
 
 # -- a wire between --------------------------------------------------------------------------------
