@@ -86,13 +86,13 @@ def open_tracing(
     sample_ratio: float = 1.0,
     exporter: Callable[[], SpanExporter] | None = None,
 ) -> Tracing:
-    """Send spans to an OTLP endpoint over HTTP (``http://collector:4318/v1/traces``).
+    """Send spans to an OTLP endpoint, as JSON over HTTP (``http://collector:4318/v1/traces``).
 
     ``sample_ratio`` holds for traces that begin here; others are as their caller decided. Raises
     ``InvalidInput`` where the packages are not installed.
     """
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -6,15 +6,14 @@ Nothing heavy is imported before `run`, so that ``mural --help`` answers at once
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mural_resolvers.errors import InvalidInput, MuralError
-from mural_resolvers.redaction import RedactingFormatter
 from mural_resolvers.sizes import parse_size
+from mural_resolvers.stderr_log import log_to_stderr
 
 __all__ = ["RouteCommand", "flag_settings", "route"]
 
@@ -136,7 +135,7 @@ def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
     )
     path = given.get("config")
     config = Config(Path(path) if isinstance(path, str) else None, flag_settings(given), secrets)
-    _start_logging(config.settings.log_level)
+    log_to_stderr(config.settings.log_level)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_router(config, version=_version()))
 
@@ -155,14 +154,6 @@ def _secret(path: object, flag: str, from_environment: str | None) -> str | None
     if not secret:
         raise InvalidInput(f"{name}: {path} is empty.")
     return secret
-
-
-def _start_logging(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
-    for chatty in ("asyncio", "uvicorn", "aiobotocore", "botocore", "urllib3"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
 
 
 def _version() -> str:

@@ -415,6 +415,12 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
         help="adapters with counters of their own in /metrics, the rest being 'other' (default 50)",
     )
     group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send OpenTelemetry spans there, such as http://collector:4318/v1/traces "
+        "(default: none are made)",
+    )
+    group.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         help="default info: the start, the stop and refused adapters; debug adds every load, and "

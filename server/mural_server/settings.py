@@ -285,6 +285,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
     """What client certificates are verified with; None: none is asked for."""
+    otlp_traces_endpoint: str | None = None
+    """Where OpenTelemetry spans are sent, over HTTP; None: none are made."""
     log_level: LogLevel = "info"
     chat_template: str | None = None
     """A template file for the base, in place of the tokenizer's own."""

@@ -29,6 +29,7 @@ from mural_server.api.requests import (
 from mural_server.api.state import AppState
 from mural_server.api.status import get_health, get_metrics, get_ready, get_version
 from mural_server.api.tokenize import detokenize, tokenize
+from mural_server.api.tracing import TracingMiddleware
 from mural_server.api.uploads import (
     UPLOAD_BODY,
     delete_adapter,
@@ -44,6 +45,8 @@ def create_app(state: AppState) -> FastAPI:
     """The application of one server. It holds no state of its own."""
     app = FastAPI(title="Mural", docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app, state.metrics.error)
+    if state.tracing is not None:
+        app.add_middleware(TracingMiddleware, tracing=state.tracing)
     _add_generating_routes(app, state)
     _add_lora_routes(app, state)
     # In this order: what lies below a name is looked for before the name itself.

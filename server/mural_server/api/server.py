@@ -27,6 +27,7 @@ from mural_resolvers.request import LoRAIdAllocator
 from mural_resolvers.resolver import LoRAResolver
 from mural_resolvers.sources import open_registry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
+from mural_resolvers.tracing import Tracing, open_tracing
 from mural_server.api.admission import Admission
 from mural_server.api.app import create_app
 from mural_server.api.auth import Authenticator
@@ -121,6 +122,7 @@ async def build_state(
         chat_template=_base_template(settings, tokenizer),
         templates=templates,
     )
+    tracing = _tracing(settings)
     audit = AuditLog(Path(settings.audit_log) if settings.audit_log else None)
     accounts = TenantAccounts()
     metrics = Metrics(
@@ -150,6 +152,7 @@ async def build_state(
             sources=sources,
             audit=audit,
             uploads=uploads,
+            tracing=tracing,
             accounts=accounts,
             defaults=defaults,
             started_at=int(time.time()),
@@ -161,10 +164,21 @@ async def build_state(
         if uploads is not None:
             await uploads.close()
         await asyncio.to_thread(audit.close)
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
         await catalog.close()
         await registry.close()
         await templates.close()
         texts.close()
+
+
+def _tracing(settings: ServerSettings) -> Tracing | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    try:
+        return open_tracing(settings.otlp_traces_endpoint, "mural-server")
+    except MuralError as error:
+        raise SettingsError(error.message) from None
 
 
 def _registry(

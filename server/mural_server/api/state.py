@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from mural_resolvers.audit import AuditLog
 from mural_resolvers.tenants import Principal, TenantAccounts
+from mural_resolvers.tracing import Tracing
 from mural_resolvers.uploads import Uploads
 from mural_server.api.admission import Admission
 from mural_server.api.auth import Authenticator
@@ -54,6 +55,7 @@ class AppState:
     sources: SourcesCollector
     audit: AuditLog
     uploads: Uploads | None = None
+    tracing: Tracing | None = None
     accounts: TenantAccounts = field(default_factory=TenantAccounts)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     salts: TenantSalts = field(default_factory=TenantSalts)
