@@ -141,7 +141,17 @@ class RedisLimiter(Limiter):
     def __init__(
         self, settings: RedisSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Connects to nothing yet. ``clock`` gives seconds and runs while the process does not."""
+        """Connects to nothing yet. ``clock`` gives seconds and runs while the process does not.
+
+        Raises ``ValueError``, without the URL, for one that cannot be used.
+        """
+        try:
+            _client(settings)
+        except ValueError:
+            # What the client says quotes parts of the URL, which may be a secret.
+            raise ValueError(
+                "redis://host:port/number or rediss://host:port/number is wanted"
+            ) from None
         self._settings = settings
         self._clock = clock
         self._id = uuid.uuid4().hex[:16]

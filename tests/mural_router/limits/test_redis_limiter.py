@@ -439,6 +439,14 @@ async def test_a_wrong_password_is_told_without_the_password(
     assert "secret" not in repr(RedisSettings(url="redis://:secret@host", password="secret"))
 
 
+@pytest.mark.parametrize("url", ["http://secret@host", "redis://:secret@host:secret/0", "secret"])
+def test_a_url_that_cannot_be_used_is_told_without_the_url(url: str) -> None:
+    with pytest.raises(ValueError, match="is wanted") as caught:
+        RedisLimiter(RedisSettings(url=url))
+
+    assert "secret" not in str(caught.value)
+
+
 async def test_the_store_is_reached_by_tls_and_its_certificate_is_checked(
     server: Any, make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
