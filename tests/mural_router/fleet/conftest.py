@@ -99,6 +99,7 @@ class StateServer:
         self.seq = 0
         self.snapshot = snapshot_of(self.boots[0])
         self.endpoint: Endpoint
+        self.close: Callable[[], None]
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -166,6 +167,7 @@ async def state_server() -> AsyncIterator[Callable[..., object]]:
         async def start(**more: object) -> StateServer:
             server = StateServer(**more)
             listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+            server.close = listening.close
             held.callback(listening.close)
             held.callback(server.drop)
             port = listening.sockets[0].getsockname()[1]

@@ -85,6 +85,32 @@ async def test_another_process_in_the_same_place_is_begun_with_a_snapshot(watch,
     assert watched.view.snapshot()[0].report.boot_id == "two"
 
 
+async def test_a_killed_process_is_not_ready_though_it_said_no_word(watch, state_server):
+    server = await state_server()
+    watched = await watch(server.endpoint)
+    await watched.ready("a")
+    server.close()
+    server.drop()
+    replica = await watched.replica("a", lambda one: not one.ready)
+    assert not replica.stale
+    assert watched.view.snapshot()[0].why_not_ready == "nobody listens there"
+
+
+async def test_a_connection_that_breaks_alone_takes_no_replica_away(watch, state_server):
+    server = await state_server()
+    watched = await watch(server.endpoint)
+    await watched.ready("a")
+    unready = []
+    watched.view.subscribe(
+        lambda fleet: unready.extend(one for one in fleet.replicas if not one.ready)
+    )
+    server.drop()
+    await watched.until(lambda fleet: server.connections == 2)
+    server.change(7)
+    await watched.replica("a", lambda one: one.running == 7)
+    assert unready == []
+
+
 async def test_without_the_token_a_server_is_never_ready_and_the_view_says_why(
     watch, start_server, endpoint_of
 ):

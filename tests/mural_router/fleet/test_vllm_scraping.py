@@ -137,6 +137,8 @@ class Pod:
         self.models = (200, MODELS)
         self.asked: list[tuple[str, str]] = []
         self.stalled: set[str] = set()
+        self.growing = False
+        """Whether more tokens have been generated at every reading."""
         self._writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -147,9 +149,13 @@ class Pod:
             self.asked.append((path, head))
             if path in self.stalled:
                 await reader.read()
+            metrics = self.metrics
+            if self.growing:
+                generated = b'model_name="smollm2"} %d.0' % (20 + len(self.asked))
+                metrics = metrics.replace(b'model_name="smollm2"} 20.0', generated)
             status, body = {
                 "/health": (self.health, b""),
-                "/metrics": (200, self.metrics),
+                "/metrics": (200, metrics),
                 "/v1/models": self.models,
             }[path]
             writer.write(
@@ -195,10 +201,10 @@ async def test_an_unhealthy_pod_is_not_ready_and_ready_again(watch, pod):
 async def test_tokens_a_second_are_those_since_the_last_reading(watch, pod):
     watched = await watch(pod.endpoint, scrape_interval_s=0.01)
     assert (await watched.ready("a")).tokens_per_s == 0
-    pod.metrics = METRICS.replace(b'model_name="smollm2"} 20.0', b'model_name="smollm2"} 90.0')
+    pod.growing = True
     await watched.replica("a", lambda one: one.tokens_per_s > 0)
+    pod.growing = False
     # A counter that falls is a pod that began anew.
-    pod.metrics = METRICS
     await watched.replica("a", lambda one: one.tokens_per_s == 0)
 
 
