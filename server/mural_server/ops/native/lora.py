@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -50,6 +51,29 @@ class _Stack(ctypes.Structure):
     )
 
 
+class _Stacks(NamedTuple):
+    """A layer's stacks as the kernel wants them, and the tensors whose memory they are."""
+
+    struct: _Stack
+    address: int
+    a: torch.Tensor
+    b: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, a: torch.Tensor, b: Sequence[torch.Tensor]) -> _Stacks:
+        slices, num_rank_rows, in_features = a.shape
+        struct = _Stack(
+            slices,
+            num_rank_rows,
+            in_features,
+            a.data_ptr(),
+            (ctypes.c_void_p * slices)(*[expand.data_ptr() for expand in b]),
+            (ctypes.c_int64 * slices)(*[expand.shape[1] for expand in b]),
+            DTYPE_CODES[a.dtype],
+        )
+        return cls(struct, ctypes.addressof(struct), a, b)
+
+
 class _Plan:
     """A batch's rows slot by slot, and the memory that the kernel keeps hidden values in."""
 
@@ -69,6 +93,15 @@ class _Plan:
             len(groups), (_Group * len(groups))(*groups), self._order.data_ptr(), self._rank
         )
         self.address = ctypes.addressof(self._step)
+        # By id, which stands for the tensor as long as it is held here; one entry a layer.
+        self._stacks: dict[int, _Stacks] = {}
+
+    def stacks(self, a: torch.Tensor, b: Sequence[torch.Tensor]) -> int:
+        """Address of the layer's stacks; a batch stays the same over many decode steps."""
+        known = self._stacks.get(id(a))
+        if known is None or known.b is not b:
+            known = self._stacks[id(a)] = _Stacks.of(a, b)
+        return known.address
 
     def hidden(self, slices: int) -> int:
         """Address of float32 [rows, slices, rank]."""
@@ -102,24 +135,14 @@ class NativeLoRA:
         if not plan.num_groups:
             return
         wide_x, wide_y = _dense_rows(x), _dense_rows(y)
-        slices, num_rank_rows, in_features = a.shape
-        stack = _Stack(
-            slices,
-            num_rank_rows,
-            in_features,
-            a.data_ptr(),
-            (ctypes.c_void_p * slices)(*[expand.data_ptr() for expand in b]),
-            (ctypes.c_int64 * slices)(*[expand.shape[1] for expand in b]),
-            DTYPE_CODES[a.dtype],
-        )
         self._kernel(
             plan.address,
-            ctypes.addressof(stack),
+            plan.stacks(a, b),
             wide_y.data_ptr(),
             wide_y.stride(0),
             wide_x.data_ptr(),
             wide_x.stride(0),
-            plan.hidden(slices),
+            plan.hidden(len(b)),
             torch.get_num_threads(),
         )
         if wide_y is not y:
