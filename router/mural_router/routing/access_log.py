@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -61,9 +62,15 @@ class AccessRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The code of a refusal, or what went wrong, in words."""
 
 
-def now_text() -> str:
-    """The time in UTC, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
+def now_text(now_s: float) -> str:
+    """A time in UTC as ISO 8601, to the millisecond."""
+    second = int(now_s)
+    return f"{_second_text(second)}.{int((now_s - second) * 1000):03d}Z"
+
+
+@lru_cache(maxsize=4)
+def _second_text(second: int) -> str:
+    return datetime.fromtimestamp(second, UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 class AccessLog:

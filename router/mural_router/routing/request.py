@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -105,9 +106,9 @@ class Story:
         if target is None and self.asked is not None:
             alias = for_log(self.asked)
         return AccessRecord(
-            at=now_text(),
+            at=now_text(time.time()),
             request_id=self.request_id,
-            path=for_log(self.path),
+            path=self.path,
             status=outcome.status,
             tenant=None if principal is None else principal.tenant,
             key_id=None if principal is None else principal.key_id,

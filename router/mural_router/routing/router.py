@@ -19,7 +19,7 @@ from mural_router.limits.estimate import estimate_tokens
 from mural_router.limits.limiter import Hold, Limiter
 from mural_router.limits.queue import FairQueue, Turn
 from mural_router.placement import PlacementRequest, order
-from mural_router.routing.access_log import AccessLog
+from mural_router.routing.access_log import AccessLog, for_log
 from mural_router.routing.ask import Ask, Routed, Routing
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator, upstream_identity
@@ -254,7 +254,8 @@ class FleetRouting(Routing):
             trace = self._tracing.start(f"{ask.method} {ask.path}", ask.headers)
         return Story(
             request_id=request_id,
-            path=ask.path,
+            # The other paths hold names.
+            path=ask.path if ask.path in COUNTED_PATHS else for_log(ask.path),
             arrived=now,
             clock=self._clock,
             metrics=self.metrics,

@@ -7,7 +7,7 @@ import json
 import threading
 from pathlib import Path
 
-from mural_router.routing.access_log import AccessLog, AccessRecord, for_log
+from mural_router.routing.access_log import AccessLog, AccessRecord, for_log, now_text
 
 
 def record(request_id: str) -> AccessRecord:
@@ -74,3 +74,8 @@ def test_what_a_client_wrote_cannot_break_a_line_or_leak_a_key() -> None:
     assert "s" * 10 not in for_log(f"x{key}")
     assert for_log("a\ud800é") == "a\\ud800\\xe9"
     assert len(for_log("n" * 10_000)) == 256
+
+
+def test_times_are_in_utc_to_the_millisecond():
+    assert now_text(1_796_000_145.359) == "2026-11-30T00:55:45.358Z"
+    assert now_text(0.0) == "1970-01-01T00:00:00.000Z"
