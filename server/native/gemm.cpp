@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <utility>
 
 #include "simd.h"
 #include "threads.h"
@@ -13,8 +14,8 @@ namespace {
 using mural::IN_BLOCK;
 using mural::PANEL;
 
-// So many inputs of a panel stay in the first-level cache while all rows pass over them.
-constexpr int CACHED_BLOCKS = 3;
+// So many inputs of a panel stay near while all rows pass over them.
+constexpr int CACHED_BLOCKS = 9;
 
 #if defined(__AVX512FP16__)
 
@@ -22,11 +23,9 @@ constexpr int CACHED_BLOCKS = 3;
 // summed in a register, the chains of an IN_BLOCK are added up, and that is widened to float32:
 // rounding errors grow with the chain, not with the whole sum.
 using Activation = _Float16;
-constexpr int CHAIN = 16;
-constexpr int MAX_TILE_ROWS = 14;
-constexpr int MAX_TILE_PANELS = 2;
-// Bytes ahead of its use that a weight is asked for; the hardware stops at each 4 KB page.
-constexpr int PREFETCH_BYTES = 4096;
+constexpr int CHAIN = 32;
+// Every row's sum has a register; beyond these, weights are read from a cache once more.
+constexpr int MAX_TILE_ROWS = 28;
 
 inline __m512h fma_broadcast(__m512h weight, const _Float16& x, __m512h sum) {
     // The compilers broadcast into a register first, on a port that the products need.
@@ -34,57 +33,50 @@ inline __m512h fma_broadcast(__m512h weight, const _Float16& x, __m512h sum) {
     return sum;
 }
 
-// sums [R][P * PANEL] = x [blocks][R][IN_BLOCK] times P panels; w: panel_stride halves apart.
-template <int R, int P>
-void multiply_tile(const _Float16* x, const std::uint16_t* w, std::int64_t panel_stride,
-                   int blocks, float* sums) {
-    alignas(64) _Float16 chains[R * P * PANEL];
+// Halves from a weight in use to those that are fetched into the second-level cache meanwhile,
+// and to those that are fetched from there into the first. The hardware alone stops at each page.
+constexpr int FAR = 4096, NEAR = 256;
+
+// sums [R][PANEL] = x [blocks][R][IN_BLOCK] times a panel.
+template <int R>
+void multiply_tile(const _Float16* x, const std::uint16_t* w, int blocks, float* sums) {
+    alignas(64) _Float16 chains[R * PANEL];
     for (int block = 0; block < blocks; ++block) {
         for (int begin = 0; begin < IN_BLOCK; begin += CHAIN) {
-            __m512h acc[R][P];
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                for (int p = 0; p < P; ++p) acc[r][p] = _mm512_setzero_ph();
+            __m512h acc[R];
+#pragma GCC unroll 32
+            for (int r = 0; r < R; ++r) acc[r] = _mm512_setzero_ph();
 #pragma GCC unroll 2
             for (int k = 0; k < CHAIN; ++k) {
-                __m512h weight[P];
-#pragma GCC unroll 2
-                for (int p = 0; p < P; ++p) {
-                    const std::uint16_t* at = w + p * panel_stride + k * PANEL;
-                    weight[p] = _mm512_loadu_ph(at);
-                    _mm_prefetch(reinterpret_cast<const char*>(at) + PREFETCH_BYTES, _MM_HINT_T0);
-                }
-#pragma GCC unroll 16
+                const std::uint16_t* at = w + k * PANEL;
+                const __m512h weight = _mm512_loadu_ph(at);
+                _mm_prefetch(at + FAR, _MM_HINT_T1);
+                _mm_prefetch(at + NEAR, _MM_HINT_T0);
+#pragma GCC unroll 32
                 for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                    for (int p = 0; p < P; ++p)
-                        acc[r][p] = fma_broadcast(weight[p], x[r * IN_BLOCK + k], acc[r][p]);
+                    acc[r] = fma_broadcast(weight, x[r * IN_BLOCK + k], acc[r]);
             }
             x += CHAIN;
             w += CHAIN * PANEL;
-#pragma GCC unroll 16
-            for (int r = 0; r < R; ++r)
-#pragma GCC unroll 2
-                for (int p = 0; p < P; ++p) {
-                    _Float16* chain = chains + (r * P + p) * PANEL;
-                    __m512h sum = acc[r][p];
-                    if (begin > 0) sum = _mm512_add_ph(sum, _mm512_load_ph(chain));
-                    if (begin + CHAIN < IN_BLOCK) {
-                        _mm512_store_ph(chain, sum);
-                        continue;
-                    }
-                    const __m512i bits = _mm512_castph_si512(sum);
-                    __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
-                    __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
-                    float* total = sums + (r * P + p) * PANEL;
-                    if (block > 0) {
-                        low = _mm512_add_ps(low, _mm512_load_ps(total));
-                        high = _mm512_add_ps(high, _mm512_load_ps(total + 16));
-                    }
-                    _mm512_store_ps(total, low);
-                    _mm512_store_ps(total + 16, high);
+#pragma GCC unroll 32
+            for (int r = 0; r < R; ++r) {
+                __m512h sum = acc[r];
+                if (begin > 0) sum = _mm512_add_ph(sum, _mm512_load_ph(chains + r * PANEL));
+                if (begin + CHAIN < IN_BLOCK) {
+                    _mm512_store_ph(chains + r * PANEL, sum);
+                    continue;
                 }
+                const __m512i bits = _mm512_castph_si512(sum);
+                __m512 low = _mm512_cvtph_ps(_mm512_castsi512_si256(bits));
+                __m512 high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1));
+                float* total = sums + r * PANEL;
+                if (block > 0) {
+                    low = _mm512_add_ps(low, _mm512_load_ps(total));
+                    high = _mm512_add_ps(high, _mm512_load_ps(total + 16));
+                }
+                _mm512_store_ps(total, low);
+                _mm512_store_ps(total + 16, high);
+            }
         }
         x += (R - 1) * IN_BLOCK;
     }
@@ -129,10 +121,9 @@ float pack_row(const float* x, std::int64_t in, std::int64_t limit_exponent, _Fl
 using Activation = float;
 constexpr int TILE_VECS = 2;
 constexpr int MAX_TILE_ROWS = kWidth == 16 ? 12 : 6;
-constexpr int MAX_TILE_PANELS = 1;
 
-template <int R, int P>
-void multiply_tile(const float* x, const std::uint16_t* w, std::int64_t, int blocks, float* sums) {
+template <int R>
+void multiply_tile(const float* x, const std::uint16_t* w, int blocks, float* sums) {
     for (int column = 0; column < PANEL; column += TILE_VECS * kWidth) {
         Vec acc[R][TILE_VECS];
 #pragma GCC unroll 16
@@ -175,23 +166,16 @@ float pack_row(const float* x, std::int64_t in, std::int64_t, float* to,
 
 #endif
 
-using Tile = void (*)(const Activation*, const std::uint16_t*, std::int64_t, int, float*);
+using Tile = void (*)(const Activation*, const std::uint16_t*, int, float*);
 
-template <int P>
-Tile tile_of(int rows) {
-    static constexpr Tile tiles[] = {
-        multiply_tile<1, P>, multiply_tile<2, P>, multiply_tile<3, P>, multiply_tile<4, P>,
-        multiply_tile<5, P>, multiply_tile<6, P>,
-#if defined(__AVX512F__)
-        multiply_tile<7, P>, multiply_tile<8, P>, multiply_tile<9, P>, multiply_tile<10, P>,
-        multiply_tile<11, P>, multiply_tile<12, P>,
-#endif
-#if defined(__AVX512FP16__)
-        multiply_tile<13, P>, multiply_tile<14, P>,
-#endif
-    };
-    static_assert(sizeof tiles / sizeof *tiles == MAX_TILE_ROWS);
+template <int... R>
+Tile tile_of(std::int64_t rows, std::integer_sequence<int, R...>) {
+    static constexpr Tile tiles[] = {multiply_tile<R + 1>...};
     return tiles[rows - 1];
+}
+
+Tile tile_of(std::int64_t rows) {
+    return tile_of(rows, std::make_integer_sequence<int, MAX_TILE_ROWS>());
 }
 
 // One product, as all threads of a team see it.
@@ -225,31 +209,33 @@ struct Product {
         }
     }
 
-    template <int P>
     void multiply(std::int64_t panel) const {
-        alignas(64) float sums[MAX_TILE_ROWS * P * PANEL];
-        const std::int64_t panel_stride = blocks() * IN_BLOCK * PANEL;
-        for (std::int64_t block = 0; block < blocks(); block += CACHED_BLOCKS) {
+        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+        const std::int64_t step = tiles() == 1 ? blocks() : CACHED_BLOCKS;
+        for (std::int64_t block = 0; block < blocks(); block += step) {
             const std::int64_t left = blocks() - block;
-            const int count = static_cast<int>(left < CACHED_BLOCKS ? left : CACHED_BLOCKS);
+            const int count = static_cast<int>(left < step ? left : step);
             const std::uint16_t* weight =
-                linear.weight + panel * panel_stride + block * IN_BLOCK * PANEL;
+                linear.weight + (panel * blocks() + block) * IN_BLOCK * PANEL;
             for (std::int64_t tile = 0; tile < tiles(); ++tile) {
                 const std::int64_t begin = tile_begin(tile), end = tile_begin(tile + 1);
+                // By the time the sums are there, so is where they go.
+                for (std::int64_t row = begin; row < end; ++row)
+                    for (int i = 0; i < PANEL; i += 16)
+                        __builtin_prefetch(y + row * linear.out + panel * PANEL + i, 1);
                 const Activation* at =
                     packed + (begin * blocks() + (end - begin) * block) * IN_BLOCK;
-                tile_of<P>(static_cast<int>(end - begin))(at, weight, panel_stride, count, sums);
+                tile_of(end - begin)(at, weight, count, sums);
                 for (std::int64_t row = begin; row < end; ++row)
-                    add_sums<P>(row, panel * PANEL, block == 0, sums + (row - begin) * P * PANEL);
+                    add_sums(row, panel * PANEL, block == 0, sums + (row - begin) * PANEL);
             }
         }
     }
 
     // y (+)= sums, scaled back; the first time onto bias and residual.
-    template <int P>
     void add_sums(std::int64_t row, std::int64_t column, bool first, const float* sums) const {
         const std::int64_t wanted = linear.out - column;
-        const int width = static_cast<int>(wanted < P * PANEL ? wanted : P * PANEL);
+        const int width = static_cast<int>(wanted < PANEL ? wanted : PANEL);
         float* to = y + row * linear.out + column;
         const float* scales = linear.out_scale + column;
         const float* offsets = first && linear.bias ? linear.bias + column : nullptr;
@@ -288,18 +274,18 @@ MURAL_KERNEL(mural_gemm)(const MuralLinear* linear, const float* x, std::int64_t
     parallel(threads, [&](int thread, int team) {
         product.pack(thread, team);
         if (team > 1) GOMP_barrier();
-        // Panels are taken as a thread comes to them, since cores are shared with other processes:
-        // first by tiles, at the end one by one, so that all come to an end together.
-        const std::int64_t singles = panels < team ? panels : team;
-        const std::int64_t wide = (panels - singles) / MAX_TILE_PANELS;
-        const std::int64_t chunks = wide + (panels - wide * MAX_TILE_PANELS);
+        // Cores are shared with other processes, so panels are taken as a thread comes to them:
+        // first many in a row, which streams best, at the end one by one, so that all come to an
+        // end together.
+        std::int64_t begin = next.load(std::memory_order_relaxed), end;
         for (;;) {
-            const std::int64_t chunk = next.fetch_add(1, std::memory_order_relaxed);
-            if (chunk >= chunks) break;
-            if (chunk < wide)
-                product.template multiply<MAX_TILE_PANELS>(chunk * MAX_TILE_PANELS);
-            else
-                product.template multiply<1>(wide * MAX_TILE_PANELS + (chunk - wide));
+            do {
+                if (begin >= panels) return;
+                const std::int64_t share = (panels - begin) / (2 * team);
+                end = team == 1 ? panels : begin + (share < 1 ? 1 : share);
+            } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
+            for (; begin < end; ++begin) product.multiply(begin);
+            begin = next.load(std::memory_order_relaxed);
         }
     });
 }
