@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from mural_router.http.chunks import LAST_CHUNK, chunk
-from mural_router.http.server import Exchange
+from mural_router.http.exchange import Exchange
 from mural_router.http.upstream import ReplicaConnection, ReplicaPool
 from mural_router.proxy.relay import Relay, ask_of
 from mural_router.routing.ask import Routed, Routing

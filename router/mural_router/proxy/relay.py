@@ -10,8 +10,8 @@ from time import monotonic
 from typing import Final
 
 from mural_resolvers.errors import MuralError
+from mural_router.http.exchange import Exchange, Reader, status_line
 from mural_router.http.head import ResponseHead
-from mural_router.http.server import Exchange, Reader, status_line
 from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
 from mural_router.proxy.errors import told
 from mural_router.proxy.events import EventRelay, error_event

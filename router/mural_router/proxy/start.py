@@ -11,8 +11,9 @@ from typing import Final
 import msgspec
 
 from mural_resolvers.errors import MuralError, Unavailable
+from mural_router.http.exchange import Application, Exchange, Plan, Reader
 from mural_router.http.head import RequestHead
-from mural_router.http.server import Application, Exchange, Plan, Reader, Server
+from mural_router.http.server import Server
 from mural_router.http.settings import HttpSettings
 from mural_router.http.tls import client_side, replica_side
 from mural_router.http.upstream import ReplicaPool

@@ -9,8 +9,9 @@ from typing import cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mural_router.http.exchange import Application, Exchange, Plan
 from mural_router.http.head import RequestHead
-from mural_router.http.server import Application, Exchange, Plan, Server
+from mural_router.http.server import Server
 from mural_router.http.settings import HttpSettings
 from mural_router.http.watch import Watch
 
