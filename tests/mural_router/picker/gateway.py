@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import socket
 from collections.abc import Sequence
+
+import pytest
 
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET_HEADER = "x-test-subset"
 """Of the tests alone: how they say which endpoints a gateway's route allows."""
+
+
+def envoy_program() -> str:
+    """Where Envoy is; where it is not, the test is skipped, or fails in a full run."""
+    found = os.environ.get("MURAL_ENVOY") or shutil.which("envoy")
+    if found is None:
+        message = "no Envoy: make test-peers installs one, or name it in MURAL_ENVOY"
+        if os.environ.get("MURAL_CI_FULL") == "1":
+            pytest.fail(message)
+        pytest.skip(message)
+    return found
+
+
+def free_port() -> int:
+    """One that nobody listens on just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def gateway(

@@ -8,9 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
-import os
-import shutil
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,22 +39,6 @@ def _gateway() -> ModuleType:
 
 
 GATEWAY = _gateway()
-
-
-def envoy_program() -> str:
-    found = os.environ.get("MURAL_ENVOY") or shutil.which("envoy")
-    if found is None:
-        message = "no Envoy: make test-peers installs one, or name it in MURAL_ENVOY"
-        if os.environ.get("MURAL_CI_FULL") == "1":
-            pytest.fail(message)
-        pytest.skip(message)
-    return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -173,7 +154,7 @@ async def start(replicas: list[Replica], tmp_path: Path) -> AsyncIterator[Start]
     clients: list[httpx.AsyncClient] = []
 
     async def started(picker_port: int, *, fail_open: bool = False) -> Setup:
-        port = free_port()
+        port = GATEWAY.free_port()
         config = tmp_path / f"envoy-{port}.json"
         config.write_text(
             json.dumps(
@@ -188,7 +169,14 @@ async def start(replicas: list[Replica], tmp_path: Path) -> AsyncIterator[Start]
         written = tmp_path / f"envoy-{port}.log"
         log = written.open("wb")
         process = await asyncio.create_subprocess_exec(
-            *(envoy_program(), "-c", str(config), "--use-dynamic-base-id", "--concurrency", "1"),
+            *(
+                GATEWAY.envoy_program(),
+                "-c",
+                str(config),
+                "--use-dynamic-base-id",
+                "--concurrency",
+                "1",
+            ),
             *("--log-level", "warning"),
             stdout=log,
             stderr=log,
@@ -378,7 +366,7 @@ async def test_a_request_waits_for_capacity_longer_than_envoy_s_default(
 
 
 async def test_without_its_picker_a_closed_gateway_refuses(start: Start) -> None:
-    setup = await start(free_port(), fail_open=False)
+    setup = await start(GATEWAY.free_port(), fail_open=False)
     answer = await setup.post(BODY)
     assert answer.status_code in (500, 503)
     assert not any(replica.bodies for replica in setup.replicas)
@@ -387,7 +375,7 @@ async def test_without_its_picker_a_closed_gateway_refuses(start: Start) -> None
 async def test_without_its_picker_an_open_gateway_goes_on_and_takes_no_destination_from_a_client(
     start: Start,
 ) -> None:
-    setup = await start(free_port(), fail_open=True)
+    setup = await start(GATEWAY.free_port(), fail_open=True)
     for _ in range(4):
         answer = await setup.post(BODY, x_gateway_destination_endpoint="127.0.0.1:1")
         assert answer.status_code == 200
@@ -395,7 +383,7 @@ async def test_without_its_picker_an_open_gateway_goes_on_and_takes_no_destinati
 
 
 async def test_a_picker_that_comes_back_is_asked_again(start: Start, routing, readiness) -> None:
-    port = free_port()
+    port = GATEWAY.free_port()
     setup = await start(port, fail_open=False)
     assert (await setup.post(BODY)).status_code in (500, 503)
     picker = await start_picker(PickerSettings("127.0.0.1", port), routing, not_ready=readiness)
