@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,25 @@ from mural_resolvers.audit import AuditLog, AuditNumbers
 from mural_resolvers.commands.adapters import adapters
 from mural_resolvers.errors import MuralError
 from mural_resolvers.tenants import TenantAccounts, TenantsFile, WatchNumbers
+from mural_router.admin.app import create_admin_app
+from mural_router.commands import route
+from mural_router.config import Config
+from mural_router.http.settings import HttpSettings, TlsSettings
+from mural_router.limits.local import LocalLimiter
+from mural_router.placement import PlacementPolicy
+from mural_router.routing.breaker import BreakerSettings
+from mural_router.routing.retry import RetrySettings
+from mural_router.routing.versions import VersionSettings
+from mural_router.running import Router
+from mural_router.settings import (
+    RELOADED,
+    Discovered,
+    Queueing,
+    RouterSettings,
+    Secrets,
+    SharedLimits,
+)
+from mural_router.up import up
 from mural_server import settings
 from mural_server.api import errors as api_errors
 from mural_server.api.admission import Admission
@@ -54,6 +74,7 @@ def pages() -> Iterator[tuple[str, str]]:
         "settings.md": settings_page,
         "metrics.md": metrics_page,
         "errors.md": errors_page,
+        "router.md": router_page,
     }
     for name, write in writers.items():
         yield name, write()
@@ -189,6 +210,85 @@ def settings_page() -> str:
                 _table(("Field", "Type", "Default", "Meaning"), _field_rows(node.body, flags)),
             ]
     return "\n".join(parts)
+
+
+# The router
+
+
+ROUTER = """\
+# The router
+
+[Run a router](../how-to/run-a-router.md) shows it at work.
+
+```text
+mural route [flags]
+mural up [MODEL] [flags]
+```
+
+Exit status of both: 0 after a drain, 1 when it cannot start or go on, 2 for wrong usage.
+"""
+
+
+def router_page() -> str:
+    """The router's flags, settings and metrics."""
+    parts = [NOTE, ROUTER]
+    for name, command in (("route", route), ("up", up)):
+        parser = argparse.ArgumentParser(prog=f"mural {name}")
+        command.add_arguments(parser)
+        rows = [_flag_row(action) for action in parser._actions if action.dest != "help"]
+        parts += [f"## `mural {name}`\n", _table(("Flag", "Meaning"), rows)]
+    parts.append(
+        "## Settings: `--config FILE`\n\nYAML; what stands under a name of this table with a table "
+        "of its own is a mapping. Those marked * take effect when the file changes.\n"
+    )
+    parts.append(_table(("Setting", "Type", "Default", "Meaning"), _router_rows()))
+    parts.append(
+        "## Metrics\n\n`GET /metrics` on the admin port. Labels are bounded: replicas by the "
+        "fleet, versions by `metrics_adapters`, the rest by a list in the code.\n"
+    )
+    parts.append(_table(("Name", "Type", "Labels", "Meaning"), asyncio.run(_router_metrics())))
+    return "\n".join(parts)
+
+
+def _router_rows() -> Iterator[tuple[str, ...]]:
+    for kind, prefix in ROUTER_STRUCTS:
+        tree = ast.parse(inspect.getsource(kind)).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for name, annotation, default, meaning in _field_rows(tree.body, {}):
+            shown = name
+            if not prefix and name.strip("`") in RELOADED:
+                shown = f"{name} *"
+            elif prefix:
+                shown = f"`{prefix}.{name.strip('`')}`"
+            if annotation.strip("`") not in {struct.__name__ for struct, _ in ROUTER_STRUCTS}:
+                yield shown, annotation, default, meaning
+
+
+ROUTER_STRUCTS = (
+    (RouterSettings, ""),
+    (HttpSettings, "http"),
+    (TlsSettings, "http.tls"),
+    (Discovered, "fleet"),
+    (SharedLimits, "redis"),
+    (Queueing, "queue"),
+    (VersionSettings, "versions"),
+    (RetrySettings, "retry"),
+    (BreakerSettings, "breaker"),
+    (PlacementPolicy, "placement"),
+)
+
+
+async def _router_metrics() -> list[tuple[str, ...]]:
+    router = Router(Config(None, {}, Secrets()), LocalLimiter())
+    create_admin_app(router)
+    rows = []
+    for family in router.metrics.families():
+        # The classes that Prometheus' client makes families of have no public name for this.
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, labels, _cell(family.documentation)))
+    await router.close()
+    return rows
 
 
 def _field_rows(body: Sequence[ast.stmt], flags: Mapping[str, str]) -> Iterator[tuple[str, ...]]:

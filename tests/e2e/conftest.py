@@ -108,10 +108,11 @@ class Process:
                 thread.join(END_S)
 
     def kill(self) -> None:
-        """kill -9, the engine core with it, as a lost machine."""
+        """kill -9: nothing is said, and nothing tidied up."""
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
-        self.wait()
+        # Its children may hold the log open, so there is no end of it to wait for.
+        self.process.wait(END_S)
 
 
 @dataclass

@@ -12,7 +12,7 @@ import openai
 import psutil
 import pytest
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 @pytest.fixture

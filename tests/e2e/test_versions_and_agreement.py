@@ -12,7 +12,7 @@ import pytest
 from mural_resolvers.open_store import open_store
 from mural_resolvers.versions import AliasTarget
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 HOSTILE_NAMES = 10_000
 
 

@@ -148,6 +148,10 @@ class RouterMetrics:
         """Have a further collector read at each scrape."""
         self._registry.register(collector)
 
+    def families(self) -> list[Metric]:
+        """Everything that a scrape would tell, as it is now."""
+        return list(self._registry.collect())
+
     def exposition(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
