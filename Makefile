@@ -43,7 +43,7 @@ test-stores: $(STAMP) ## Run the resolvers against real S3 servers and a fault p
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stores --timeout=600
 
 test-cluster: $(STAMP) ## Run discovery against a real Kubernetes API server (builds it where MURAL_CLUSTER_DIR says: needs Go)
-	@if [ -n "$$MURAL_CLUSTER_DIR" ]; then "$$MURAL_CLUSTER_DIR"/build control-plane; fi
+	@if [ -x "$$MURAL_CLUSTER_DIR/build" ]; then "$$MURAL_CLUSTER_DIR/build" control-plane; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --timeout=300
 
 VLLM_VENV := $(or $(MURAL_VLLM_VENV),$(HOME)/.cache/mural-vllm-venv)
