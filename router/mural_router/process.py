@@ -81,8 +81,8 @@ async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncE
         raise InvalidInput(
             f"{settings.http.host}:{settings.http.port} cannot be served: {error}."
         ) from None
-    _log_start(router, router.proxy)
     picker = None if settings.ext_proc_port is None else await _picker(router)
+    _log_start(router, router.proxy)
     await stop.wait()
     router.stopping = True
     grace_s = settings.shutdown_grace_s
