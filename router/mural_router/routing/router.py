@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn
 
-from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable
+from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, quoted
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tracing import Trace, Tracing
 from mural_router.fleet.endpoint import Endpoint
@@ -233,7 +233,7 @@ class FleetRouting(Routing):
             )
             data = self._models.card(story.target)
             if data is None:
-                raise AdapterNotFound("The model does not exist.")
+                raise AdapterNotFound(f"The model {quoted(name)} does not exist.")
         except MuralError as error:
             self._refused(story, error)
         finally:

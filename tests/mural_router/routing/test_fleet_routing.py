@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from mural_resolvers.errors import (
     AdapterNotFound,
@@ -21,6 +22,7 @@ from mural_resolvers.errors import (
 )
 from mural_resolvers.names import parse_name
 from mural_resolvers.tenants import Principal, TenantLimits
+from mural_resolvers.tracing import Tracing, open_tracing
 from mural_resolvers.versions import AliasTarget
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.report import Base
@@ -103,7 +105,12 @@ class Made:
     """A routing with its parts, and the lines of its log."""
 
     def __init__(
-        self, fleet: MadeUpFleet, *, auth: Authenticator | None = None, wait_s: float = 0.05
+        self,
+        fleet: MadeUpFleet,
+        *,
+        auth: Authenticator | None = None,
+        wait_s: float = 0.05,
+        tracing: Tracing | None = None,
     ) -> None:
         self.fleet = fleet
         self.lines: list[dict[str, object]] = []
@@ -130,7 +137,7 @@ class Made:
             budget=RetryBudget(RetrySettings()),
             metrics=self.metrics,
             log=self.log,
-            tracing=None,
+            tracing=tracing,
             options=RoutingOptions(queue_wait_s=wait_s, router_token="the-token"),
             clock=clock,
         )
@@ -446,3 +453,49 @@ async def test_two_routers_that_see_one_fleet_choose_alike():
         assert first.endpoint == second.endpoint
         done(first)
         done(second)
+
+
+async def test_a_trace_shows_the_attempts_and_goes_on_in_the_replica():
+    exporter = InMemorySpanExporter()
+    tracing = open_tracing("http://unused", "mural-router", exporter=lambda: exporter)
+    made = Made(MadeUpFleet({}, {}), tracing=tracing)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    body = b'{"model":"acme:v3","prompt":"a secret prompt"}'
+    ask = Ask("/v1/completions", ("Bearer acme",), body, headers={"traceparent": parent})
+    routed = await made.routing.route(ask)
+    assert routed.retry("connect: refused")
+    onward = dict(routed.request_headers)["traceparent"]
+    done(routed, prompt_tokens=3)
+    with pytest.raises(Forbidden):
+        await made.ask("globex:v1")
+    tracing.close()
+    answered, refused = exporter.get_finished_spans()
+    assert f"{answered.context.trace_id:032x}" == parent.split("-")[1]
+    assert onward.split("-")[2] == f"{answered.context.span_id:016x}"
+    assert answered.attributes["mural.adapter"] == "acme:v3"
+    assert answered.attributes["mural.attempts"] == 2
+    assert [event.name for event in answered.events] == ["attempt failed: connect: refused"]
+    assert refused.attributes["http.response.status_code"] == 403
+    assert "secret" not in answered.to_json()
+
+
+async def test_without_tracing_a_clients_traceparent_is_passed_on():
+    made = Made(MadeUpFleet({}))
+    headers = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    body = b'{"model":"acme:v3","prompt":"x"}'
+    routed = await made.routing.route(
+        Ask("/v1/completions", ("Bearer acme",), body, headers=headers)
+    )
+    assert dict(routed.request_headers)["traceparent"] == headers["traceparent"]
+    done(routed)
+
+
+async def test_a_request_id_of_the_client_is_kept_where_it_is_one():
+    made = Made(MadeUpFleet({}))
+    for sent, kept in (("abc-1", True), ("a b", False), ("x" * 129, False), ("é", False)):
+        body = b'{"model":"acme:v3","prompt":"x"}'
+        routed = await made.routing.route(
+            Ask("/v1/completions", ("Bearer acme",), body, headers={"x-request-id": sent})
+        )
+        assert (dict(routed.answer_headers)["x-request-id"] == sent) is kept
+        done(routed)
