@@ -23,7 +23,7 @@ constexpr int CACHED_BLOCKS = 9;
 // summed in a register, the chains of an IN_BLOCK are added up, and that is widened to float32:
 // rounding errors grow with the chain, not with the whole sum.
 using Activation = _Float16;
-constexpr int CHAIN = 32;
+constexpr int CHAIN = 16;
 // Every row's sum has a register; beyond these, weights are read from a cache once more.
 constexpr int MAX_TILE_ROWS = 28;
 

@@ -35,7 +35,7 @@ def assert_close_to_float64(
     error = (y.double() - offset - exact_product(x, weight)).abs() / (size + 1e-300)
     if error.numel():
         assert error.max() < 2**-7
-        assert error.square().mean().sqrt() < 2**-10
+        assert error.square().mean().sqrt() < 2**-9.5
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 7, 14, 15, 16, 29, 130])
