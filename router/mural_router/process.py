@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
 from mural_router.admin.server import AdminServer
+from mural_router.certificates import CertificateWatch
 from mural_router.config import Config
 from mural_router.placement import Fleet
 from mural_router.proxy import Proxy, start
@@ -44,6 +45,10 @@ async def run_router(config: Config, *, version: str) -> int:
             beside.append(asyncio.create_task(watching, name="watching the settings"))
         if router.tenants is not None:
             beside.append(asyncio.create_task(router.tenants.watch(), name="watching the tenants"))
+        certificates = CertificateWatch(config.settings.http.tls, router.reload_certificates)
+        if certificates.needed:
+            running = certificates.run()
+            beside.append(asyncio.create_task(running, name="watching the certificates"))
         held.push_async_callback(_end, beside)
         serving = asyncio.create_task(_serve(router, version, stop, held), name="serve")
         await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)

@@ -152,6 +152,11 @@ class Router:
         if settings.aliases_file != old.aliases_file:
             self.versions.replace_source(_version_source(settings))
 
+    def reload_certificates(self) -> None:
+        """Read the files of TLS anew; raises ``ValueError`` and keeps the old ones."""
+        if self.proxy is not None:
+            self.proxy.reload_certificates()
+
     def not_ready(self) -> str | None:
         """Why a balancer should send nothing here; None: it may."""
         if self.stopping:
