@@ -1,8 +1,8 @@
 """Milliseconds of each operator over all layers of a SmolLM2-135M step.
 
-Compares the packed operators with the naive form that comes to mind first and with the
-reference. Forms run interleaved, in one process; the figures are medians. On a busy machine
-use one thread and ``--cpu-time``.
+Compares the packed operators with the native ones where they were built, with the naive form that
+comes to mind first and with the reference. Forms run interleaved, in one process; the figures are
+medians. On a busy machine use one thread and ``--cpu-time``.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mural_server.ops import (
     KVLayer,
     LoRABatch,
     LoRASegment,
+    NativeOps,
     Ops,
     PackedOps,
     PrefillChunk,
@@ -29,6 +30,7 @@ from mural_server.ops import (
     build_lora_batch,
     segments_of,
 )
+from mural_server.ops.native.library import available, load
 from mural_server.ops.packed_linear import LinearForm
 
 Form = Callable[[], object]
@@ -36,6 +38,13 @@ SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=64**-0.5)
 BLOCK_SIZE = 16
 LINEARS = ((576, (576, 192, 192)), (576, (576,)), (576, (1536, 1536)), (1536, (576,)))
 """In features and the slices of the out features of qkv, o, gate_up and down."""
+
+
+def with_native(
+    forms: dict[str, Form], dtype: torch.dtype, make: Callable[[Ops], Form]
+) -> dict[str, Form]:
+    """Add the native operators' form where there is a library for this CPU."""
+    return {**forms, "native": make(NativeOps(dtype, load()))} if available() else forms
 
 
 def linear_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
@@ -48,11 +57,12 @@ def linear_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
         packed = [ops.pack_linear(weight) for weight in weights]
         return lambda: [ops.linear(inputs[weight.in_features], weight) for weight in packed]
 
-    return {
+    forms = {
         "packed": through(PackedOps(dtype)),
         "naive": lambda: [F.linear(inputs[weight.shape[1]], weight) for weight in weights],
         "reference": through(ReferenceOps()),
     }
+    return with_native(forms, dtype, through)
 
 
 def form_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
@@ -106,11 +116,12 @@ def small_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
 
         return step
 
-    return {
+    forms = {
         "packed": each(PackedOps(dtype)),
         "naive": each(PackedOps(dtype, "prepacked")),
         "reference": each(ReferenceOps()),
     }
+    return with_native(forms, dtype, each)
 
 
 def attention_forms(
@@ -136,11 +147,12 @@ def attention_forms(
     def through(ops: Ops) -> Form:
         return lambda: [ops.attention(queries, kv, batch, SPEC) for kv in pools]
 
-    return {
+    forms = {
         "packed": through(PackedOps(dtype)),
         "naive": lambda: [naive(kv) for kv in pools],
         "reference": through(ReferenceOps()),
     }
+    return with_native(forms, dtype, through)
 
 
 def decode_forms(rows: int, layers: int, dtype: torch.dtype) -> dict[str, Form]:
@@ -195,6 +207,9 @@ def lora_forms(
         "naive": each(loop_over_adapters, batch, dtype),
         "reference": each(ReferenceOps().lora, batch, dtype),
     }
+    if available():
+        native = NativeOps(dtype, load())
+        forms["native"] = each(native.lora, batch, native.activation_dtype(dtype))
     if batch.buckets:
         forms["groups"] = each(served.lora, grouped, wide)
     if wide != dtype:
@@ -248,12 +263,13 @@ def cases(layers: int, dtype: torch.dtype) -> dict[str, Callable[[], dict[str, F
 
 
 DEFINITIONS = """\
-Columns: what is served; the naive form; the reference. In "linear forms" they are the three
-layouts of a weight: float16 in float32 products, oneDNN's own, plain. In "small" the second
-column has the packed operators on activations of the weights' dtype. In "lora" "groups" has one
-product over all adapters' rank rows, and "narrow" activations and stacks of the weights' dtype.
+Columns: the packed operators; the native ones; the naive form; the reference. In "linear forms"
+packed, naive and reference are the three layouts of a weight: float16 in float32 products,
+oneDNN's own, plain. In "small" naive has the packed operators on activations of the weights'
+dtype. In "lora" "groups" has one product over all adapters' rank rows, and "narrow" activations
+and stacks of the weights' dtype.
 """
-SHOWN = ("packed", "naive", "reference")
+SHOWN = ("packed", "native", "naive", "reference")
 
 
 def main() -> None:
@@ -273,7 +289,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     clock = time.thread_time if options.cpu_time else time.perf_counter
     print(DEFINITIONS)
-    print(f"{'':22}{'packed ms':>10}{'naive':>10}{'reference':>11}   packed / naive")
+    print(f"{'':22}{'packed ms':>10}{'native':>10}{'naive':>10}{'reference':>11}   packed / naive")
     with torch.inference_mode():
         for name, make in cases(options.layers, getattr(torch, options.dtype)).items():
             if not name.startswith(options.only):
@@ -281,8 +297,12 @@ def main() -> None:
             took = race(make(), options.seconds, clock)
             naive = f"{took['naive']:10.2f}" if "naive" in took else f"{'-':>10}"
             ratio = f"{took['packed'] / took['naive']:14.2f}" if "naive" in took else ""
+            native = f"{took['native']:10.2f}" if "native" in took else f"{'-':>10}"
             others = "".join(f"  {form} {took[form]:.2f}" for form in took if form not in SHOWN)
-            print(f"{name:22}{took['packed']:10.2f}{naive}{took['reference']:11.2f}{ratio}{others}")
+            print(
+                f"{name:22}{took['packed']:10.2f}{native}{naive}"
+                f"{took['reference']:11.2f}{ratio}{others}"
+            )
 
 
 if __name__ == "__main__":
