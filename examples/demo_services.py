@@ -22,7 +22,7 @@ from rich.console import Console
 __all__ = ["BUCKET", "Fleet", "mural", "new_key", "push_refused", "s3_server", "start_up"]
 
 BUCKET = "adapters"
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 COMMAND_TIMEOUT_S = 120.0
 # What the S3 server of the demo takes, whatever this machine's own credentials are.
 CREDENTIALS = {

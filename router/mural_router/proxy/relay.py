@@ -22,6 +22,8 @@ __all__ = ["InferenceRelay", "Relay", "ask_of"]
 
 _log = logging.getLogger(__name__)
 
+Fields = tuple[tuple[str, str], ...]
+
 _READ = re.compile(
     r"\r\n(authorization|{}):[\t ]*+([^\r]*+)".format("|".join(sorted(HEADERS))).encode("ascii"),
     re.IGNORECASE,
@@ -281,13 +283,23 @@ class Relay(Caller, Reader):
         return self._reader.usage if self._reader is not None else None
 
     def _answer_head(self, head: ResponseHead, routed: Routed) -> bytes:
-        added = "".join([f"{name}: {value}\r\n" for name, value in routed.answer_headers])
+        fields = _with_digest(routed.answer_headers, head)
+        added = "".join([f"{name}: {value}\r\n" for name, value in fields])
         if head.length is None:
             added += "transfer-encoding: chunked\r\n"
         if not self._exchange.keeps:
             added += "connection: close\r\n"
         passed_on = _NOT_PASSED_ON.sub(b"", head.lines)
         return b"%b%b\r\n%b\r\n" % (status_line(head.status), passed_on, added.encode("latin-1"))
+
+
+def _with_digest(fields: Fields, head: ResponseHead) -> Fields:
+    """With the replica's own word on what served, where routing could not know it beforehand."""
+    names = [name for name, _ in fields]
+    if "x-mural-adapter" not in names or "x-mural-digest" in names:
+        return fields
+    digest = head.value(b"x-mural-digest")
+    return fields if digest is None else (*fields, ("x-mural-digest", digest.decode("latin-1")))
 
 
 class InferenceRelay(Relay):

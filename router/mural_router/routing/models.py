@@ -71,7 +71,7 @@ class ModelCards:
         if target.adapter is None:
             return msgspec.json.encode(self._base(target.model))
         loaded = self._gather().get(target.adapter)
-        if loaded is None and target.digest is not None:
+        if loaded is None and target.listed:
             loaded = _Loaded(parse_name(target.adapter), target.digest, None)
         return None if loaded is None else msgspec.json.encode(self._adapter(loaded))
 

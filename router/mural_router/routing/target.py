@@ -27,6 +27,8 @@ class Target:
     """Of the content that the store has under it, where that is known."""
     alias: str | None = None
     """The name that was asked for, where it was an alias."""
+    listed: bool = False
+    """The store has it."""
 
 
 # Pure, and most requests are for few names; an error is not kept.
@@ -66,6 +68,7 @@ async def find_target(
         adapter=exact.name.exact,
         digest=exact.digest,
         alias=None if exact.alias is None else exact.alias.short,
+        listed=exact.listed,
     )
 
 

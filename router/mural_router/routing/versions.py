@@ -90,11 +90,15 @@ class StoreVersions(VersionSource):
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """An exact version. ``alias``: the name that was asked for, where it was one."""
+    """An exact version. ``alias``: the name that was asked for, where it was one.
+
+    ``listed``: a source says that it is published.
+    """
 
     name: AdapterName
     digest: str | None = None
     alias: AdapterName | None = None
+    listed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +154,14 @@ class Versions:
         if targets:
             version = pick_target(targets, self._draw_for(name, sticky))
         elif name.version != LATEST:
-            return Exact(name, digests.get(name.version))
+            version = name.version
+            return Exact(name, digests.get(version), listed=version in digests)
         else:
             highest = highest_version(digests)
             if highest is None:
                 raise AdapterNotFound(f"The model {quoted(name.short)} does not exist.")
             version = highest
-        return Exact(name.at(version), digests.get(version), name)
+        return Exact(name.at(version), digests.get(version), name, version in digests)
 
     def replace_source(self, source: VersionSource | None) -> None:
         """Look elsewhere from now on; what was known is forgotten."""

@@ -20,7 +20,7 @@ from mural_server.api.answers import (
 )
 from mural_server.api.body import read_request
 from mural_server.api.errors import BadParameter
-from mural_server.api.generating import new_id, respond, stream
+from mural_server.api.generating import answer_headers, new_id, respond, stream
 from mural_server.api.requests import CompletionRequest
 from mural_server.api.run import Plan, Run, Step
 from mural_server.api.sampling import completion_sampling
@@ -131,7 +131,7 @@ async def _whole(state: AppState, body: CompletionRequest, run: Run) -> Response
     return Response(
         msgspec.json.encode(answer),
         media_type="application/json",
-        headers={"x-request-id": run.request_id},
+        headers=answer_headers(run),
     )
 
 

@@ -20,7 +20,7 @@ from mural_server.api.requests import SamplingBody
 from mural_server.api.run import Run, Step
 from mural_server.api.sse import DONE, ClientGone, EventStream, unless_disconnected
 
-__all__ = ["StreamedChoices", "new_id", "respond", "stream"]
+__all__ = ["StreamedChoices", "answer_headers", "new_id", "respond", "stream"]
 
 logger = logging.getLogger("mural.api")
 
@@ -51,6 +51,14 @@ async def respond(request: Request, work: Callable[[], Coroutine[Any, Any, Respo
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
+def answer_headers(run: Run) -> dict[str, str]:
+    """The request's id, and the content of the adapter that served it."""
+    headers = {"x-request-id": run.request_id}
+    if run.served.lora is not None:
+        headers["x-mural-digest"] = run.served.lora.digest
+    return headers
+
+
 async def stream(
     run: Run,
     body: SamplingBody,
@@ -73,7 +81,7 @@ async def stream(
         running_usage=body.wants_running_usage,
     )
     events = _events(steps, first, writer, make_choices(), wants_usage=body.wants_usage)
-    return EventStream(events, {"x-request-id": run.request_id})
+    return EventStream(events, answer_headers(run))
 
 
 async def _events(

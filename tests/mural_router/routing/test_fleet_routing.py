@@ -425,6 +425,8 @@ async def test_models_are_filtered_and_one_is_found_under_its_alias():
     ask = Ask("/v1/models/x", ("Bearer acme",))
     assert json.loads(await made.routing.model(ask, "acme:v3"))["digest"] == DIGEST
     assert json.loads(await made.routing.model(ask, "tiny"))["id"] == "tiny"
+    # In the store, though nobody holds it and its digest is not known.
+    assert json.loads(await made.routing.model(ask, "acme:v4"))["digest"] is None
     with pytest.raises(Forbidden):
         await made.routing.model(ask, "globex:v1")
     with pytest.raises(AdapterNotFound):
