@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt
 native: ## Build the native CPU operators anew (half a minute; needs g++ or clang++)
 	@MURAL_NATIVE=1 $(PYTHON) server/native/build.py
 
-demo: $(STAMP) ## Serve SmolLM2 with two tenants' adapters and show what happened
+demo: $(STAMP) ## Serve SmolLM2 from two servers behind a router and show what happened
 	@$(BIN)/python examples/demo.py
 
 # One thread a worker: teams of several spin against each other on a small machine.

@@ -115,7 +115,7 @@ async def show_store(
     # Both servers share the cache and tell of it.
     kept = total(texts, "mural:adapter_cache_bytes") / len(texts)
     console.print(
-        f"{IN_STORE}, which no server had never heard of: first request [bold]{took[0]:.2f} s[/] "
+        f"{IN_STORE}, which no server had heard of: first request [bold]{took[0]:.2f} s[/] "
         f"(found in S3, fetched, checked, loaded), second [bold]{took[1]:.2f} s[/]; "
         f"{fetched:.0f} download, {kept / 1e3:.0f} kB in the disk cache.\n"
     )
