@@ -281,7 +281,7 @@ ROUTER_STRUCTS = (
 async def _router_metrics() -> list[tuple[str, ...]]:
     router = Router(Config(None, {}, Secrets()), LocalLimiter())
     create_admin_app(router)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for family in router.metrics.families():
         # The classes that Prometheus' client makes families of have no public name for this.
         labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
