@@ -56,6 +56,10 @@ class Limiter(ABC):
     """Requests and tokens a minute and sequences at one time, per tenant."""
 
     @abstractmethod
+    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> Hold | None:
+        """`enter` where nothing has to be waited for; None: it has, and nothing was counted."""
+
+    @abstractmethod
     async def enter(self, principal: Principal, sequences: int, tokens: int) -> Hold:
         """Admit a request that is expected to use ``tokens``.
 

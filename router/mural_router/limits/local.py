@@ -54,6 +54,9 @@ class LocalLimiter(Limiter):
         self._accounts: OrderedDict[str, Account] = OrderedDict()
 
     async def enter(self, principal: Principal, sequences: int, tokens: int) -> Hold:
+        return self.enter_now(principal, sequences, tokens)
+
+    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> Hold:
         tenant, limits = principal.tenant, principal.limits
         if tenant is None or not has_rates(limits):
             return UNCOUNTED

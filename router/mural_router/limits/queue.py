@@ -124,6 +124,10 @@ class FairQueue(Generic[Seat]):
         self._full = self._late = 0
         self._look_again: asyncio.TimerHandle | None = None
 
+    def seat_now(self, attempt: Callable[[], Seat | None]) -> Seat | None:
+        """A seat for a request that need not wait; None: there is none, or others wait for it."""
+        return None if self._waiting else attempt()
+
     async def wait(
         self,
         tenant: str | None,
@@ -145,10 +149,9 @@ class FairQueue(Generic[Seat]):
         Raises `RateLimited` when the tenant's own queue is full, and `Unavailable` when there
         is no seat within ``timeout_s`` seconds or no room to wait; both say when to come back.
         """
-        if not self._waiting:
-            seat = attempt()
-            if seat is not None:
-                return Turn(seat, 0.0, None)
+        seat = self.seat_now(attempt)
+        if seat is not None:
+            return Turn(seat, 0.0, None)
         self._check_room(tenant)
         loop, began = asyncio.get_running_loop(), self._clock()
         waiter = _Waiter(tenant, max(tokens, 1), weight, attempt, group, loop.create_future())

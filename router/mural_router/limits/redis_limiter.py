@@ -181,6 +181,14 @@ class RedisLimiter(Limiter):
         await self._attempted.wait()
 
     async def enter(self, principal: Principal, sequences: int, tokens: int) -> Hold:
+        hold = self.enter_now(principal, sequences, tokens)
+        if hold is not None:
+            return hold
+        assert principal.tenant is not None
+        entry = self._entry(principal.tenant, principal.limits)
+        return await self._ask(entry, sequences, tokens)
+
+    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> Hold | None:
         tenant, limits = principal.tenant, principal.limits
         if tenant is None or not has_rates(limits):
             return UNCOUNTED
@@ -196,7 +204,7 @@ class RedisLimiter(Limiter):
             refusal = account.known_refusal(tokens, now)
             if refusal is not None:
                 raise self._refuse(refusal)
-        return await self._ask(entry, sequences, tokens)
+        return None
 
     def snapshot(self, max_tenants: int = 100) -> LimitsSnapshot:
         accounts = ((tenant, entry.account.own) for tenant, entry in self._entries.items())

@@ -91,7 +91,9 @@ class LoadLedger:
         self._estimates[replica.name] = account.estimate
 
     def _add(self, name: str, sequences: int) -> None:
-        account = self._accounts.setdefault(name, _Account())
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = _Account()
         account.mine += sequences
         if account.mine < 0:
             raise ValueError(f"more sequences finished than started on {name}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from mural_router.http.chunks import LAST_CHUNK, chunk
@@ -34,8 +36,8 @@ class ForwardRelay(Relay):
         self._has_body = head.chunked or head.length > 0
         super().__init__(pool, routing, exchange)
 
-    async def _route(self) -> Routed:
-        return await self._routing.forward(ask_of(self._exchange))
+    def _route(self) -> Callable[[], Awaitable[Routed]]:
+        return partial(self._routing.forward, ask_of(self._exchange))
 
     def _may_ask_again(self) -> bool:
         # What was sent of a body is gone; what changes something may have been done.

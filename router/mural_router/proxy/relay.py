@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from abc import abstractmethod
+from collections.abc import Awaitable, Callable
 from time import monotonic
 from typing import Final
 
@@ -72,14 +73,16 @@ class Relay(Caller, Reader):
         self._first_byte_s: float | None = None
         self._events: EventRelay | None = None
         self._reader: UsageReader | None = None
+        self._task: asyncio.Task[None] | None = None
+        """What is waited for: routing, or a connection."""
         exchange.reader = self
-        self._task: asyncio.Task[None] | None = self._loop.create_task(self._run())
+        self._start()
 
     # -- what differs between kinds of requests ---------------------------------------------------
 
     @abstractmethod
-    async def _route(self) -> Routed:
-        """Ask routing."""
+    def _route(self) -> Routed | Callable[[], Awaitable[Routed]]:
+        """Ask routing, as `Routing.route_now` does."""
 
     @abstractmethod
     def _send(self, connection: ReplicaConnection, routed: Routed) -> None:
@@ -91,17 +94,37 @@ class Relay(Caller, Reader):
 
     # -- attempts ---------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
+    def _start(self) -> None:
+        """Ask and send at once where nothing has to be waited for: a task costs much of both."""
         try:
-            self._routed = await self._route()
-        except MuralError as error:
-            self._exchange.fail(error)
-        except Exception:
-            _log.exception("a request could not be routed")
-            self._exchange.fail(MuralError("The router failed to answer this request."))
+            routed = self._route()
+        except Exception as error:
+            self._refuse(error)
+            return
+        if not isinstance(routed, Routed):
+            self._task = self._loop.create_task(self._run(routed))
+            return
+        self._routed = routed
+        self._connection = self._pool.take(routed.endpoint)
+        if self._connection is None:
+            self._task = self._loop.create_task(self._again(routed))
+        else:
+            self._send(self._connection, routed)
+
+    async def _run(self, route: Callable[[], Awaitable[Routed]]) -> None:
+        try:
+            self._routed = await route()
+        except Exception as error:
+            self._refuse(error)
         else:
             await self._attempt(self._routed)
         self._task = None
+
+    def _refuse(self, error: Exception) -> None:
+        if not isinstance(error, MuralError):
+            _log.error("a request could not be routed", exc_info=error)
+            error = MuralError("The router failed to answer this request.")
+        self._exchange.fail(error)
 
     async def _attempt(self, routed: Routed) -> None:
         """Find a connection and send; what comes of it is told to the methods of `Caller`."""
@@ -305,8 +328,8 @@ def _with_digest(fields: Fields, head: ResponseHead) -> Fields:
 class InferenceRelay(Relay):
     """A request whose body was read whole: it can be asked again until its answer's first byte."""
 
-    async def _route(self) -> Routed:
-        return await self._routing.route(ask_of(self._exchange))
+    def _route(self) -> Routed | Callable[[], Awaitable[Routed]]:
+        return self._routing.route_now(ask_of(self._exchange))
 
     def _may_ask_again(self) -> bool:
         return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -103,6 +104,13 @@ class Routing(ABC):
 
         Raises `MuralError`s as design.md lists them (400, 401, 403, 404, 413, 429, 503).
         """
+
+    def route_now(self, ask: Ask) -> Routed | Callable[[], Awaitable[Routed]]:
+        """`route` for a request that has to wait for nothing; else what to call and to await.
+
+        Nothing is held for a request that waits until that is awaited. Raises as `route`.
+        """
+        return partial(self.route, ask)
 
     @abstractmethod
     async def forward(self, ask: Ask) -> Routed:

@@ -118,8 +118,6 @@ class Dispatch:
         )
         self.ledger.start(endpoint.name, request.sequences)
         self.breakers.begin(endpoint.name, attempt, now)
-        self._metrics.choices[choice.reason] += 1
-        self._metrics.replica(endpoint.name).attempts += 1
         return attempt
 
     def explain(self, request: PlacementRequest) -> Explanation:

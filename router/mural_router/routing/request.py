@@ -243,6 +243,8 @@ class RoutedRequest(Routed):
         story.replica, story.reason = attempt.endpoint.name, attempt.reason
         story.digest = attempt.digest or target.digest
         story.attempts += 1
+        story.metrics.choices[attempt.reason] += 1
+        story.metrics.replica(attempt.endpoint.name).attempts += 1
         request_id = ("x-request-id", story.request_id)
         self.request_headers = (
             *self._identity(attempt.endpoint),

@@ -6,10 +6,10 @@ import asyncio
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, quoted
 from mural_resolvers.tenants import Principal
@@ -28,7 +28,7 @@ from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.models import ModelCards
 from mural_router.routing.request import Admitted, Forwarded, RoutedRequest, Story
 from mural_router.routing.retry import RetryBudget
-from mural_router.routing.target import Target, find_target
+from mural_router.routing.target import Target, Targets, find_target
 from mural_router.routing.versions import Versions
 
 __all__ = ["FleetRouting", "RoutingOptions"]
@@ -52,6 +52,20 @@ class RoutingOptions:
     shared_names: frozenset[str] = frozenset()
     router_token: str | None = None
     vllm_api_key: str | None = None
+
+
+class _Asked(NamedTuple):
+    """A request that was read: by whom, for what, and how much of it."""
+
+    ask: Ask
+    story: Story
+    principal: Principal
+    body: Inspected
+    counted: bool
+    sequences: int
+    tokens: int
+    sticky: str | None
+    """What its client gave for it to meet with others."""
 
 
 class FleetRouting(Routing):
@@ -78,6 +92,7 @@ class FleetRouting(Routing):
         self.metrics = metrics
         self._auth = auth
         self._versions = versions
+        self._targets = Targets(versions)
         self._limiter = limiter
         self._queue = queue
         self._log = log
@@ -88,94 +103,136 @@ class FleetRouting(Routing):
     # -- inference ----------------------------------------------------------------------------
 
     async def route(self, ask: Ask) -> Routed:
+        routed = self.route_now(ask)
+        return routed if isinstance(routed, Routed) else await routed()
+
+    def route_now(self, ask: Ask) -> Routed | Callable[[], Awaitable[Routed]]:
         story = self._begin(ask)
+        try:
+            asked = self._read(ask, story)
+            routed = self._admit_now(asked)
+        except Exception as error:
+            self._ended(story, error)
+            raise
+        return partial(self._admit, asked) if routed is None else routed
+
+    def _read(self, ask: Ask, story: Story) -> _Asked:
+        principal = self._identify(ask, story)
+        body = inspect_body(ask.body)
+        story.asked, story.stream = body.model, body.stream
+        counted = ask.path in COUNTED_PATHS
+        tokens = 1
+        if counted:
+            tokens = estimate_tokens(body.prompt_bytes, body.max_tokens, samples=body.sequences)
+        return _Asked(
+            ask,
+            story,
+            principal,
+            body,
+            counted,
+            body.sequences if counted else 1,
+            tokens,
+            ask.headers.get("x-session-id") or body.user,
+        )
+
+    def _admit_now(self, asked: _Asked) -> Routed | None:
+        """Admit a request that need not wait; None: it must, and holds nothing yet."""
+        source, story = self.dispatch.source, asked.story
+        target = story.target = self._targets.find_now(
+            asked.principal,
+            asked.body.model,
+            source.fleet,
+            source.base,
+            self.options.shared_names,
+            asked.sticky,
+        )
+        if target is None:
+            return None
+        placement = self._placement(asked, target)
+        # The seat first: it can be given back as if it had never been taken.
+        attempt = self._queue.seat_now(partial(self.dispatch.take, placement))
+        if attempt is None:
+            return None
         hold: Hold | None = None
         try:
-            principal = self._identify(ask, story)
-            body = inspect_body(ask.body)
-            story.stream = body.stream
-            target = await self._target(principal, ask, body, story)
-            counted = ask.path in COUNTED_PATHS
-            sequences = body.sequences if counted else 1
-            tokens = 1
-            if counted:
-                tokens = estimate_tokens(body.prompt_bytes, body.max_tokens, samples=sequences)
-            hold = await self._limiter.enter(principal, sequences, tokens)
-            placement = self._placement(ask, body, target, sequences)
-            turn = await self._wait(principal, placement, tokens)
-            story.queued_s = turn.waited_s or None
-            return self._routed(
-                Admitted(principal, target, placement, hold, turn, counted), body, story
-            )
-        except MuralError as error:
+            hold = self._limiter.enter_now(asked.principal, asked.sequences, asked.tokens)
+            if hold is not None:
+                return self._routed(asked, target, placement, hold, Turn(attempt, 0.0, None))
+        except BaseException:
             _give_back(hold)
-            self._refused(story, error)
-        except asyncio.CancelledError:
-            _give_back(hold)
-            story.end(status=0, error="the client left")
+            self.dispatch.end(attempt)
             raise
-        except Exception:
+        self.dispatch.end(attempt)
+        return None
+
+    async def _admit(self, asked: _Asked) -> Routed:
+        """Admit a request that has to wait for something."""
+        story, source = asked.story, self.dispatch.source
+        hold: Hold | None = None
+        try:
+            target = story.target = await find_target(
+                asked.principal,
+                asked.body.model,
+                source.fleet,
+                source.base,
+                self._versions,
+                shared_names=self.options.shared_names,
+                sticky=asked.sticky,
+            )
+            hold = await self._limiter.enter(asked.principal, asked.sequences, asked.tokens)
+            placement = self._placement(asked, target)
+            turn = await self._wait(asked, placement)
+            story.queued_s = turn.waited_s or None
+            return self._routed(asked, target, placement, hold, turn)
+        except (Exception, asyncio.CancelledError) as error:
             _give_back(hold)
-            story.end(status=500, error="internal_error")
+            self._ended(story, error)
             raise
 
-    def _routed(self, admitted: Admitted, body: Inspected, story: Story) -> Routed:
+    def _routed(
+        self,
+        asked: _Asked,
+        target: Target,
+        placement: PlacementRequest,
+        hold: Hold,
+        turn: Turn[Attempt],
+    ) -> Routed:
+        body = asked.body
         return RoutedRequest(
-            admitted,
-            body=body.for_replica(admitted.target.model),
+            Admitted(asked.principal, target, placement, hold, turn, asked.counted),
+            body=body.for_replica(target.model),
             stream=body.stream,
             hide_usage=body.hides_usage,
-            story=story,
+            story=asked.story,
             dispatch=self.dispatch,
             budget=self.budget,
-            identity=partial(self._identity, admitted.principal, admitted.target.digest),
+            identity=partial(self._identity, asked.principal, target.digest),
             clock=self._clock,
         )
 
-    async def _target(
-        self, principal: Principal, ask: Ask, body: Inspected, story: Story
-    ) -> Target:
-        story.asked = body.model
-        source = self.dispatch.source
-        target = await find_target(
-            principal,
-            body.model,
-            source.fleet,
-            source.base,
-            self._versions,
-            shared_names=self.options.shared_names,
-            sticky=ask.headers.get("x-session-id") or body.user,
-        )
-        story.target = target
-        return target
-
-    def _placement(
-        self, ask: Ask, body: Inspected, target: Target, sequences: int
-    ) -> PlacementRequest:
-        candidates = None
-        if ask.candidates is not None:
-            candidates = self.dispatch.names_of(ask.candidates)
+    def _placement(self, asked: _Asked, target: Target) -> PlacementRequest:
+        candidates = asked.ask.candidates
+        if candidates is not None:
+            candidates = self.dispatch.names_of(candidates)
             if not candidates:
                 raise Unavailable("None of the endpoints that may serve this is known here.")
         return PlacementRequest(
             adapter=target.adapter,
-            prefix=body.prefix,
-            session=ask.headers.get("x-session-id") or body.user,
-            sequences=sequences,
+            prefix=asked.body.prefix,
+            session=asked.sticky,
+            sequences=asked.sequences,
             candidates=candidates,
         )
 
-    async def _wait(
-        self, principal: Principal, placement: PlacementRequest, tokens: int
-    ) -> Turn[Attempt]:
+    async def _wait(self, asked: _Asked, placement: PlacementRequest) -> Turn[Attempt]:
         wait_s = self.options.queue_wait_s
         if not self.dispatch.source.fleet.accepting:
             # Nobody to wait for: a restart may be over in a moment, but a client is told soon.
             wait_s = min(wait_s, NOBODY_READY_S)
         return await self._queue.wait(
-            principal.tenant,
-            principal.weight,
-            tokens,
+            asked.principal.tenant,
+            asked.principal.weight,
+            asked.tokens,
             partial(self.dispatch.take, placement),
             timeout_s=wait_s,
             release=self.dispatch.end,
@@ -277,9 +334,18 @@ class FleetRouting(Routing):
         return upstream_identity(endpoint.engine, principal, token=token, digest=digest)
 
     def _refused(self, story: Story, error: MuralError) -> NoReturn:
-        self.metrics.refusals[error.code] += 1
-        story.end(status=error.status, error=error.code)
+        self._ended(story, error)
         raise error
+
+    def _ended(self, story: Story, error: BaseException) -> None:
+        """It ends before any replica was asked."""
+        if isinstance(error, MuralError):
+            self.metrics.refusals[error.code] += 1
+            story.end(status=error.status, error=error.code)
+        elif isinstance(error, asyncio.CancelledError):
+            story.end(status=0, error="the client left")
+        else:
+            story.end(status=500, error="internal_error")
 
 
 def _give_back(hold: Hold | None) -> None:

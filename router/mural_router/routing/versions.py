@@ -142,13 +142,20 @@ class Versions:
         the source does not answer.
         """
         if self._source is None:
-            if name.version == LATEST:
-                raise AdapterNotFound(
-                    f"{quoted(name.short)} names no version, and this router has no store in "
-                    "which to look for the latest."
-                )
-            return Exact(name)
-        known = await self._find(name)
+            return _as_it_is(name)
+        return self._pick(name, await self._find(name), sticky)
+
+    def resolve_now(self, name: AdapterName, sticky: str | None = None) -> Exact | None:
+        """`resolve` where nothing has to be looked up; None: it has."""
+        if self._source is None:
+            return _as_it_is(name)
+        answer = self._known.get((name.tenant, name.adapter))
+        if answer is None or self._clock() - answer.at >= self.settings.ttl_s:
+            return None
+        self._known.move_to_end((name.tenant, name.adapter))
+        return self._pick(name, answer.versions, sticky)
+
+    def _pick(self, name: AdapterName, known: KnownVersions, sticky: str | None) -> Exact:
         targets = known.aliases.get(name.version)
         digests = known.digests or {}
         if targets:
@@ -241,6 +248,15 @@ class Versions:
         self._known.move_to_end(key)
         while len(self._known) > self.settings.max_adapters:
             self._known.popitem(last=False)
+
+
+def _as_it_is(name: AdapterName) -> Exact:
+    if name.version == LATEST:
+        raise AdapterNotFound(
+            f"{quoted(name.short)} names no version, and this router has no store in which to "
+            "look for the latest."
+        )
+    return Exact(name)
 
 
 @dataclass(frozen=True, slots=True)
