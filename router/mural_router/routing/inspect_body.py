@@ -1,8 +1,10 @@
 """What routing needs to know of a request's body, and the body as a replica is sent it.
 
 The body is not validated here, the replica does that: what is odd but has a model is passed on.
-Only one thing is strict: the model that was authorised is the one that the replica will read,
-whatever a body does with repeated or escaped keys.
+Two things are strict. The model that was authorised is the one that the replica will read,
+whatever a body does with repeated or escaped keys. And what limits are counted by has the type
+that it must have: a replica may take the text "50" for the number, and would compute what nobody
+counted.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ __all__ = ["Inspected", "inspect_body"]
 
 MAX_KEYS: Final = 1024
 MAX_COUNT: Final = 1 << 31
+"""A longer answer than this is no answer; as ``n`` it is what no replica takes."""
 MAX_COUNTED_BYTES: Final = 1 << 20
 """Prompts in a longer list are counted by their ends, which may be too many, never too few."""
 PREFIX_BYTES: Final = 256
@@ -95,10 +98,10 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True):
         return b"".join((self.body[:start], value, added, self.body[end:]))
 
     def _encoded(self, model: bytes, asks: bool) -> bytes:
-        members = _members.decode(self.body)
+        members = _decoded_members(self.body)
         members["model"] = msgspec.Raw(model)
         if asks:
-            options = _or_none(members, "stream_options", dict[str, msgspec.Raw]) or {}
+            options = _given(members, "stream_options", dict[str, msgspec.Raw], "an object") or {}
             options["include_usage"] = msgspec.Raw(b"true")
             members["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
         return msgspec.json.encode(members)
@@ -137,18 +140,23 @@ def _unambiguous(data: bytes) -> tuple[bytes, tuple[int, int] | None]:
             return data, found.span(1)
     # Nested, repeated or escaped: the last one counted when it was read, and is the one that is
     # sent on.
-    members = _members.decode(data)
+    members = _decoded_members(data)
     if len(members) > MAX_KEYS:
         raise InvalidInput(f"The body has more than {MAX_KEYS} members.")
     return msgspec.json.encode(members), None
 
 
-def _forgiving(data: bytes) -> _Body:
-    """Read a body some of whose fields have a type that they cannot have: the replica says so."""
+def _decoded_members(data: bytes) -> dict[str, msgspec.Raw]:
+    """The values as they came. A struct's decoder passes over text that this one refuses."""
     try:
-        members = _members.decode(data)
+        return _members.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidInput("The body is not a JSON object.") from None
+
+
+def _forgiving(data: bytes) -> _Body:
+    """Read a body some of whose fields have a type that they cannot have, or say which it is."""
+    members = _decoded_members(data)
     if "model" not in members:
         raise InvalidInput("The body names no model.")
     try:
@@ -157,21 +165,32 @@ def _forgiving(data: bytes) -> _Body:
         raise InvalidInput("The body's model is not a text.") from None
     return _Body(
         model=model,
-        stream=_or_none(members, "stream", bool),
-        stream_options=_or_none(members, "stream_options", _StreamOptions),
-        n=_or_none(members, "n", int),
-        max_tokens=_or_none(members, "max_tokens", int),
-        max_completion_tokens=_or_none(members, "max_completion_tokens", int),
-        user=_or_none(members, "user", str),
+        stream=_given(members, "stream", bool, "true or false"),
+        stream_options=_given(members, "stream_options", _StreamOptions, "an object of options"),
+        n=_given(members, "n", int, "a whole number"),
+        max_tokens=_given(members, "max_tokens", int, "a whole number"),
+        max_completion_tokens=_given(members, "max_completion_tokens", int, "a whole number"),
+        user=_user(members),
         prompt=members.get("prompt", msgspec.Raw()),
         messages=members.get("messages", msgspec.Raw()),
     )
 
 
-def _or_none(members: dict[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
+def _given(members: dict[str, msgspec.Raw], name: str, kind: type[T], wanted: str) -> T | None:
+    """A member's value; None where it is absent or null. Raises ``InvalidInput`` for another."""
     try:
-        return msgspec.json.decode(members[name], type=kind)
-    except (KeyError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(members[name], type=kind | None)
+    except KeyError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise InvalidInput(f"The body's {name} is not {wanted}.") from None
+
+
+def _user(members: dict[str, msgspec.Raw]) -> str | None:
+    """A hint and no more: any other type of it is left to the replica."""
+    try:
+        return _text.decode(members["user"])
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
@@ -192,7 +211,8 @@ def _prompts(prompt: msgspec.Raw) -> int:
 def _max_tokens(body: _Body) -> int | None:
     asked = body.max_completion_tokens
     asked = body.max_tokens if asked is None else asked
-    return None if asked is None else _count(asked, 0)
+    # A replica may cut it to what it can do: what no answer can have counts as the most.
+    return None if asked is None else min(max(asked, 0), MAX_COUNT)
 
 
 def _count(value: int | None, least: int) -> int:

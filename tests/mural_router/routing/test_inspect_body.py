@@ -106,11 +106,62 @@ def test_no_bytes_are_ever_more_than_invalid(data: bytes) -> None:
         inspect_body(data)
 
 
-def test_fields_of_a_wrong_type_are_left_to_the_replica() -> None:
-    data = b'{"model":"a","n":"x","stream":1,"max_tokens":1e400,"user":[],"prompt":["a","b"]}'
+def test_a_hint_of_a_wrong_type_is_left_to_the_replica() -> None:
+    data = b'{"model":"a","user":[],"prompt":["a","b"],"temperature":"hot"}'
     body = inspect_body(data)
-    assert (body.sequences, body.stream, body.max_tokens, body.user) == (2, False, None, None)
-    assert body.body is data
+    assert (body.model, body.sequences, body.user) == ("a", 2, None)
+    assert body.for_replica("b") == data.replace(b'"model":"a"', b'"model":"b"')
+
+
+@pytest.mark.parametrize(
+    ("member", "message"),
+    [
+        ('"n":"50"', "n is not a whole number"),
+        ('"n":1e400', "n is not a whole number"),
+        ('"n":[2]', "n is not a whole number"),
+        ('"max_tokens":"9000"', "max_tokens is not a whole number"),
+        ('"max_completion_tokens":true', "max_completion_tokens is not a whole number"),
+        ('"stream":"true"', "stream is not true or false"),
+        ('"stream":1', "stream is not true or false"),
+        ('"stream":true,"stream_options":"usage"', "stream_options is not an object"),
+        ('"stream":true,"stream_options":{"include_usage":"no"}', "stream_options is not an obj"),
+    ],
+)
+def test_what_limits_are_counted_by_is_refused_where_a_replica_might_read_another_number(
+    member: str, message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        inspect_body(b'{"model":"a",' + member.encode() + b"}")
+
+
+def test_what_limits_are_counted_by_may_be_null() -> None:
+    data = b'{"model":"a","n":null,"max_tokens":null,"stream":null,"stream_options":null,"user":1}'
+    body = inspect_body(data)
+    assert (body.sequences, body.max_tokens, body.stream) == (1, None, False)
+
+
+@pytest.mark.parametrize("asked", [2**31, 2**31 + 1, 2**63, 10**300])
+def test_a_bound_beyond_any_answer_counts_as_the_most_and_not_as_none(asked: int) -> None:
+    assert inspect_body(b'{"model":"a","max_tokens":%d}' % asked).max_tokens == 2**31
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"model":"a","\xff":1,"x":{"model":2}}',
+        b'{"model":"a","\xff":1,"model":"b"}',
+        b'{"model":"a","\\ud800":1,"model":"b"}',
+    ],
+)
+def test_a_key_that_is_no_text_is_refused_where_the_body_is_written_anew(data: bytes) -> None:
+    with pytest.raises(InvalidInput):
+        inspect_body(data)
+
+
+def test_a_key_that_is_no_text_is_refused_where_usage_is_asked_for() -> None:
+    data = b'{"model":"a","\xff":1,"stream":true,"stream_options":{}}'
+    with pytest.raises(InvalidInput):
+        inspect_body(data).for_replica("b")
 
 
 def test_a_list_of_prompts_counts_each_and_token_ids_count_as_one() -> None:
