@@ -68,7 +68,7 @@ def fleet(serve_vllm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Flee
     folder = tmp_path_factory.mktemp("router")
     minted = {tenant: mint_key() for tenant in ("acme", "globex")}
     tenants = [
-        {"id": tenant, "keys": [{"id": key.id, "sha256": key.sha256}]}
+        {"id": tenant, "keys": [{"id": key.key_id, "sha256": key.sha256}]}
         for tenant, key in minted.items()
     ]
     (folder / "tenants.yaml").write_text(json.dumps({"tenants": tenants}))
