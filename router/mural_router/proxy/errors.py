@@ -5,7 +5,7 @@ from __future__ import annotations
 from mural_resolvers.errors import MuralError, Unavailable
 from mural_router.http.upstream import AnswerTimeout, ConnectFailed
 
-__all__ = ["ReplicaFailed", "told"]
+__all__ = ["ReplicaFailed", "RouterUnknown", "told"]
 
 
 class ReplicaFailed(MuralError):
@@ -14,6 +14,13 @@ class ReplicaFailed(MuralError):
     status = 502
     code = "replica_failed"
     type = "server_error"
+
+
+class RouterUnknown(ReplicaFailed):
+    """A replica answered 401, which is about the router: no key of a client reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__("The replica does not accept this router.")
 
 
 def told(error: Exception) -> MuralError:

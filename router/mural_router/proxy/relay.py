@@ -14,7 +14,7 @@ from mural_resolvers.errors import MuralError
 from mural_router.http.exchange import Exchange, Reader, status_line
 from mural_router.http.head import ResponseHead
 from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
-from mural_router.proxy.errors import told
+from mural_router.proxy.errors import RouterUnknown, told
 from mural_router.proxy.events import EventRelay, error_event
 from mural_router.proxy.usage import Usage, UsageReader
 from mural_router.routing.ask import HEADERS, RETRY_HEADER, Ask, Outcome, Routed, Routing
@@ -28,6 +28,10 @@ Fields = tuple[tuple[str, str], ...]
 _READ = re.compile(
     r"\r\n(authorization|{}):[\t ]*+([^\r]*+)".format("|".join(sorted(HEADERS))).encode("ascii"),
     re.IGNORECASE,
+)
+_UNKNOWN: Final = (
+    "replica %s answers 401: it does not accept what this router shows it. Compare the router's "
+    "token (of vLLM its key) with the replica's."
 )
 _RETRY_HEADER: Final = RETRY_HEADER.encode("ascii")
 
@@ -159,9 +163,19 @@ class Relay(Caller, Reader):
         assert routed is not None
         assert connection is not None
         routed.answered(head.status)
-        if head.status >= 500 and self._may_ask_again() and self._refused(routed, head):
+        unknown = head.status == 401
+        if unknown:
+            _log.error(_UNKNOWN, routed.endpoint.name)
+        refused = unknown or head.status >= 500
+        if refused and self._may_ask_again() and self._refused(routed, head):
             connection.discard()
             self._try_again(routed)
+            return
+        if unknown:
+            # Told as a 401 it would have the client look for a fault in its own key.
+            connection.discard()
+            self._connection = None
+            self._fail(RouterUnknown())
             return
         self._head = head
         self._first_byte_s = monotonic() - self._exchange.arrived

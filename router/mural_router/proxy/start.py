@@ -18,6 +18,7 @@ from mural_router.http.settings import HttpSettings
 from mural_router.http.tls import client_side, replica_side
 from mural_router.http.upstream import ReplicaPool
 from mural_router.http.watch import Watch
+from mural_router.proxy.content import refuse_other_content
 from mural_router.proxy.forward import ForwardRelay
 from mural_router.proxy.paths import Answerer, Place, place_of
 from mural_router.proxy.relay import InferenceRelay, ask_of
@@ -97,6 +98,7 @@ class _Running(Proxy, Application):
     def plan(self, head: RequestHead) -> Plan:
         place = place_of(head)
         if place.answerer is Answerer.INFERENCE:
+            refuse_other_content(head)
             return self._inference
         if place.answerer is Answerer.ADAPTERS:
             return Plan(None, partial(self._forward, place))

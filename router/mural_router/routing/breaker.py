@@ -13,8 +13,9 @@ __all__ = ["Breaker", "BreakerSettings", "BreakerState", "Breakers"]
 BreakerState = Literal["closed", "open", "half_open"]
 
 # What a replica answers when it is broken. 503 is its word about its load, not about its health,
-# and 4xx speaks of the request.
-FAILURES: Final = frozenset({500, 502, 504})
+# and 4xx speaks of the request; but 401 of the router, which it does not know: who asks has been
+# established here, and no key of a client reaches it.
+FAILURES: Final = frozenset({401, 500, 502, 504})
 MAX_DOUBLINGS: Final = 5
 
 

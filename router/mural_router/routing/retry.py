@@ -65,4 +65,7 @@ def may_ask_again(engine: Engine, status: int, mark: str | None) -> bool:
     """
     if mark == ELSEWHERE:
         return status == 503
+    if status == 401:
+        # It does not know the router, and did nothing: another may.
+        return True
     return status == 502 or (engine == "vllm" and status == 503)

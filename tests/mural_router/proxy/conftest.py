@@ -47,7 +47,7 @@ class ScriptedRouted(Routed):
         return True
 
     def may_retry(self, status: int, mark: str | None) -> bool:
-        return status in (502, 503) and mark == "elsewhere"
+        return status == 401 or (status in (502, 503) and mark == "elsewhere")
 
     def answered(self, status: int) -> None:
         self._routing.statuses.append(status)

@@ -274,6 +274,77 @@ async def test_a_refusal_before_any_work_is_asked_elsewhere(stand: MakeStand) ->
     assert here.routing.statuses == [503, 200]
 
 
+async def unknown(received: Received) -> None:
+    await received.send(
+        b"HTTP/1.1 401 Unauthorized\r\nwww-authenticate: Bearer\r\ncontent-length: 2\r\n\r\n{}"
+    )
+
+
+async def test_a_replica_that_does_not_know_the_router_is_replaced_and_named_in_the_log(
+    stand: MakeStand, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = await stand(unknown, answer)
+    client = await here.client()
+    client.post(BODY)
+    assert (await client.answer())[1]["x-mural-replica"] == "r1"
+    assert here.routing.statuses == [401, 200]
+    assert "replica r0 answers 401" in caplog.text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/adapters"])
+async def test_a_client_is_not_told_that_its_key_is_wrong_where_the_routers_is(
+    stand: MakeStand, path: str
+) -> None:
+    here = await stand(unknown)
+    client = await here.client()
+    client.post(BODY, path)
+    status, fields, body = await client.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (502, "replica_failed")
+    assert "www-authenticate" not in fields
+    outcome = await here.routing.outcome()
+    # Its status was told already: to count it again would be one failure too many.
+    assert (outcome.status, outcome.replica_failed) == (502, False)
+    client.post(BODY, path)
+    assert (await client.answer())[0] == 502
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        ["content-type: text/plain"],
+        ["content-type: application/x-www-form-urlencoded"],
+        ["content-type: multipart/form-data; boundary=x"],
+        ["content-type: application/json", "Content-Type: text/plain"],
+        ["content-encoding: gzip"],
+        ["content-type: application/json", "content-encoding: identity", "Content-Encoding: br"],
+    ],
+)
+async def test_a_body_that_is_said_to_be_no_plain_json_is_refused(
+    stand: MakeStand, fields: list[str]
+) -> None:
+    here = await stand(answer)
+    client = await here.client()
+    client.post(BODY, "/v1/completions", *fields)
+    status, _, body = await client.answer()
+    assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_input")
+    assert here.routing.asks == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        ["content-type: Application/JSON; charset=utf-8"],
+        ["content-type: application/vnd.api+json", "content-encoding: identity"],
+    ],
+)
+async def test_a_body_that_is_said_to_be_json_is_taken(stand: MakeStand, fields: list[str]) -> None:
+    here = await stand(answer)
+    client = await here.client()
+    client.post(BODY, "/v1/completions", *fields)
+    assert (await client.answer())[0] == 200
+
+
 async def test_a_cold_load_that_took_too_long_is_passed_on(stand: MakeStand) -> None:
     async def slow(received: Received) -> None:
         await received.send(b"HTTP/1.1 503 Slow\r\nretry-after: 5\r\ncontent-length: 2\r\n\r\n{}")

@@ -54,6 +54,8 @@ def test_a_clock_that_jumps_back_gives_nothing() -> None:
         ("vllm", 503, None, True),
         ("vllm", 500, None, False),
         ("vllm", 404, None, False),
+        ("vllm", 401, None, True),
+        ("mural", 401, None, True),
     ],
 )
 def test_only_refusals_before_any_work_are_asked_again(
