@@ -117,7 +117,7 @@ def inspect_body(data: bytes) -> Inspected:
         raise InvalidInput("The body is not valid JSON.") from None
     data, place = _unambiguous(data)
     prompt = memoryview(body.messages) or memoryview(body.prompt)
-    return Inspected(
+    inspected = Inspected(
         model=body.model,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -129,6 +129,11 @@ def inspect_body(data: bytes) -> Inspected:
         body=data,
         _at=place,
     )
+    if inspected.hides_usage and _OPTIONS in data:
+        # Its members will be written anew. Where that cannot be, the request is refused now, and
+        # not when it has been given a place.
+        inspected.for_replica(inspected.model)
+    return inspected
 
 
 def _unambiguous(data: bytes) -> tuple[bytes, tuple[int, int] | None]:

@@ -159,9 +159,12 @@ def test_a_key_that_is_no_text_is_refused_where_the_body_is_written_anew(data: b
 
 
 def test_a_key_that_is_no_text_is_refused_where_usage_is_asked_for() -> None:
-    data = b'{"model":"a","\xff":1,"stream":true,"stream_options":{}}'
-    with pytest.raises(InvalidInput):
-        inspect_body(data).for_replica("b")
+    for data in (
+        b'{"model":"a","\xff":1,"stream":true,"stream_options":{}}',
+        b'{"model":"a","stream":true,"stream_options":{"\xff":1}}',
+    ):
+        with pytest.raises(InvalidInput):
+            inspect_body(data)
 
 
 def test_a_list_of_prompts_counts_each_and_token_ids_count_as_one() -> None:
