@@ -19,6 +19,6 @@ def log_to_stderr(level: str) -> None:
 
 
 class _TimedFormatter(RedactingFormatter):
-    converter = time.gmtime
+    converter = staticmethod(time.gmtime)
     default_time_format = "%Y-%m-%dT%H:%M:%S"
     default_msec_format = "%s.%03dZ"
