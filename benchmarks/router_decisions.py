@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -25,7 +25,7 @@ from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
 from mural_router.placement import Fleet, PlacementPolicy, PlacementRequest, Replica, choose
 from mural_router.routing.access_log import AccessLog
-from mural_router.routing.ask import Ask, Outcome
+from mural_router.routing.ask import Ask, Outcome, Routed
 from mural_router.routing.breaker import Breakers, BreakerSettings
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator
@@ -33,7 +33,7 @@ from mural_router.routing.inspect_body import inspect_body
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.retry import RetryBudget, RetrySettings
 from mural_router.routing.router import FleetRouting, RoutingOptions
-from mural_router.routing.target import find_target
+from mural_router.routing.target import Targets
 from mural_router.routing.versions import Versions
 
 BATCH = 100
@@ -113,15 +113,17 @@ class Bench:
         model, prompt = f"acme/task-{number}:v1", f"{number} " + "x" * 398
         return json.dumps({"model": model, "prompt": prompt, "max_tokens": 16}).encode()
 
-    def steps(self) -> dict[str, Callable[[Ask], Awaitable[object] | object]]:
+    def steps(self) -> dict[str, Callable[[Ask], object]]:
         ask = self.asks[0]
         principal, body = self.auth.principal(ask.authorization), inspect_body(ask.body)
         placement = PlacementRequest("acme/task-0:v1", body.prefix)
         hold_tokens = estimate_tokens(body.prompt_bytes, 16)
         fleet, loads = self.source.fleet, self.dispatch.ledger.loads
 
-        async def limits(_: Ask) -> None:
-            hold = await self.limiter.enter(principal, 1, hold_tokens)
+        targets = Targets(self.versions)
+
+        def limits(_: Ask) -> None:
+            hold = self.limiter.enter_now(principal, 1, hold_tokens)
             hold.settle(116)
             hold.close()
 
@@ -135,26 +137,25 @@ class Bench:
             "who asks": lambda ask: self.auth.principal(ask.authorization),
             "read the body": lambda ask: inspect_body(ask.body),
             "body for the replica": lambda _: body.for_replica("acme/task-0:v1"),
-            "name and rights": lambda _: find_target(
-                principal, body.model, fleet, self.source.base, self.versions
+            "name and rights": lambda _: targets.find_now(
+                principal, body.model, fleet, self.source.base, frozenset(), None
             ),
             "limits, in and out": limits,
             "choose": lambda _: choose(placement, fleet, loads),
             "take and give back (with choose)": take,
         }
 
-    async def whole(self, ask: Ask) -> None:
-        routed = await self.routing.route(ask)
+    def whole(self, ask: Ask) -> None:
+        routed = self.routing.route_now(ask)
+        assert isinstance(routed, Routed), "it should have had to wait for nothing"
         routed.answered(200)
         routed.done(self.outcome)
 
-    async def time_batch(self, step: Callable[[Ask], Awaitable[object] | object]) -> float:
+    def time_batch(self, step: Callable[[Ask], object]) -> float:
         """Microseconds a call."""
         began = time.thread_time_ns()
         for number in range(BATCH):
-            result = step(self.asks[number % ADAPTERS])
-            if isinstance(result, Awaitable):
-                await result
+            step(self.asks[number % ADAPTERS])
         return (time.thread_time_ns() - began) / BATCH / 1000
 
 
@@ -164,7 +165,7 @@ async def measure(rounds: int, replicas: int) -> dict[str, float]:
         least: dict[str, float] = {}
         for _ in range(rounds):
             for name, step in bench.steps().items():
-                spent = await bench.time_batch(step)
+                spent = bench.time_batch(step)
                 least[name] = min(spent, least.get(name, spent))
             await asyncio.sleep(0)
         await bench.log.close()

@@ -31,24 +31,30 @@ class MinuteWindow:
         """Second → amount, the oldest first."""
         self._newest = 0
         self._total = 0
+        self._leaves_at = math.inf
+        """When the oldest cell leaves the sum."""
 
     def add(self, amount: int, now: float) -> int:
         """Count an amount at a time (seconds; a time before the last counts as the last).
 
         Returns the second that it was counted under.
         """
-        self._forget(now)
+        if now >= self._leaves_at:
+            self._forget(now)
         second = math.floor(now)
         if self._cells and self._newest > second:
             second = self._newest
         self._newest = second
+        if not self._cells:
+            self._leaves_at = second + WINDOW_S + 1
         self._cells[second] = self._cells.get(second, 0) + amount
         self._total += amount
         return second
 
     def take_back(self, amount: int, second: int, now: float) -> bool:
         """Uncount what was counted under a second too much; False: it left the sum already."""
-        self._forget(now)
+        if now >= self._leaves_at:
+            self._forget(now)
         if second not in self._cells:
             return False
         self._cells[second] -= amount
@@ -57,12 +63,14 @@ class MinuteWindow:
 
     def total(self, now: float) -> int:
         """The sum of what is not yet a minute old."""
-        self._forget(now)
+        if now >= self._leaves_at:
+            self._forget(now)
         return self._total
 
     def cells(self, now: float) -> dict[int, int]:
         """What is not yet a minute old, by the second."""
-        self._forget(now)
+        if now >= self._leaves_at:
+            self._forget(now)
         return dict(self._cells)
 
     def wait_s(self, limit: int, now: float, amount: int = 1) -> float:
@@ -80,13 +88,14 @@ class MinuteWindow:
         return 0.0
 
     def _forget(self, now: float) -> None:
-        # A cell holds what came during one second, so it is whole only a second later.
-        before = now - WINDOW_S - 1
         while self._cells:
             oldest = next(iter(self._cells))
-            if oldest > before:
-                break
+            # A cell holds what came during one second, so it is whole only a second later.
+            self._leaves_at = oldest + WINDOW_S + 1
+            if now < self._leaves_at:
+                return
             self._total -= self._cells.pop(oldest)
+        self._leaves_at = math.inf
 
 
 @dataclass(slots=True)

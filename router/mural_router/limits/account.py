@@ -109,7 +109,7 @@ class Account:
 
 def share(limit: int, routers: int, least: int = 1) -> int:
     """One router's part of a limit; enough for one request in any case."""
-    return max(least, math.ceil(limit / routers))
+    return max(least, limit if routers == 1 else math.ceil(limit / routers))
 
 
 def busiest(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice
 from math import ceil
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
+from mural_router.placement.fleet import Fleet, Homes, PlacementRequest, Replica
 from mural_router.placement.hashing import stable_hash
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
@@ -26,8 +25,7 @@ load it. ``spilled``: all homes were over the bound or full; the next in the ord
 the bound were full, so one beyond it took it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The replica that takes a request, and why."""
 
     replica: Replica
@@ -46,30 +44,44 @@ class Bound:
     fills it lightly.
     """
 
-    __slots__ = ("_of", "_per_weight", "_policy")
+    __slots__ = ("_fleet", "_loads", "_of", "_per_weight", "_policy", "_request")
 
     def __init__(
         self, request: PlacementRequest, fleet: Fleet, loads: Loads, policy: PlacementPolicy
     ) -> None:
+        self._request, self._fleet, self._loads, self._policy = request, fleet, loads, policy
         self._of = loads.by_name
-        self._policy = policy
-        total, weight = loads.total, fleet.accepting_weight
-        if request.candidates is not None:
-            replicas = [fleet.replicas[i] for i in fleet.accepting]
-            allowed = [each for each in replicas if each.name in request.candidates]
-            total = sum(loads.of(each.name) for each in allowed)
-            weight = sum(each.weight for each in allowed)
-        # The total is kept by additions: an error in its last bits must not add a whole sequence.
-        self._per_weight = policy.load_bound * (total + request.sequences) / (weight or 1) - 1e-9
+        self._per_weight = -1.0
 
     def limit(self, replica: Replica) -> float:
         """Sequences below which the replica is within the bound."""
-        light = self._policy.light * replica.max_num_seqs or self._policy.light_sequences
-        return max(ceil(self._per_weight * replica.weight), light)
+        return max(self._share(replica), self._light(replica))
 
     def within(self, replica: Replica) -> bool:
         """Whether the replica may be given more."""
-        return self._of.get(replica.name, 0.0) < self.limit(replica)
+        load = self._of.get(replica.name, 0.0)
+        return load < self._light(replica) or load < self._share(replica)
+
+    def _light(self, replica: Replica) -> float:
+        return self._policy.light * replica.max_num_seqs or self._policy.light_sequences
+
+    def _share(self, replica: Replica) -> int:
+        if self._per_weight < 0:
+            self._per_weight = self._for_weight()
+        return ceil(self._per_weight * replica.weight)
+
+    def _for_weight(self) -> float:
+        request, fleet = self._request, self._fleet
+        total, weight = self._loads.total, fleet.accepting_weight
+        if request.candidates is not None:
+            replicas = [fleet.replicas[i] for i in fleet.accepting]
+            allowed = [each for each in replicas if each.name in request.candidates]
+            total = sum(self._loads.of(each.name) for each in allowed)
+            weight = sum(each.weight for each in allowed)
+        # The total is kept by additions: an error in its last bits must not add a whole sequence.
+        return max(
+            0.0, self._policy.load_bound * (total + request.sequences) / (weight or 1) - 1e-9
+        )
 
 
 def has_room(
@@ -152,8 +164,36 @@ def choose(
     if request.adapter is None:
         return chooser.for_base()
     return chooser.for_adapter(
-        request.adapter, replicas_for(request.adapter, fleet, declared, policy)
+        request.adapter, _homes(request, request.adapter, fleet, declared, policy)
     )
+
+
+def _homes(
+    request: PlacementRequest,
+    adapter: str,
+    fleet: Fleet,
+    declared: int | None,
+    policy: PlacementPolicy,
+) -> Homes:
+    """The adapter's homes for a request, which are the same for all that may go anywhere."""
+    anywhere = request.candidates is None and not request.excluded
+    homes = fleet.kept_homes(adapter, declared, policy) if anywhere else None
+    if homes is None:
+        k = replicas_for(adapter, fleet, declared, policy)
+        places = tuple(homes_of(request, fleet, k))
+        resident = tuple(i for i in places if holds(fleet.replicas[i], adapter))
+        homes = Homes(
+            policy=policy,
+            declared=declared,
+            k=k,
+            places=places,
+            names=tuple(fleet.replicas[i].name for i in places),
+            resident=resident,
+            others=tuple(i for i in places if i not in resident),
+        )
+        if anywhere:
+            fleet.keep_homes(adapter, homes)
+    return homes
 
 
 class _Chooser:
@@ -170,18 +210,14 @@ class _Chooser:
         self._policy = policy
         self._bound = Bound(request, fleet, loads, policy)
 
-    def for_adapter(self, adapter: str, k: int) -> Choice | None:
-        replicas = self._fleet.replicas
-        places = self._places(self._fleet.members.order(adapter))
-        homes = list(islice(places, k))
-        names = tuple(replicas[i].name for i in homes)
-        resident = [i for i in homes if holds(replicas[i], adapter)]
-        others = [i for i in homes if i not in resident]
-        if (found := self._pick(resident)) is not None:
+    def for_adapter(self, adapter: str, homes: Homes) -> Choice | None:
+        replicas, k, names = self._fleet.replicas, homes.k, homes.names
+        if (found := self._pick(homes.resident)) is not None:
             return Choice(replicas[found], "resident", k, names)
-        if (found := self._first(others)) is not None:
+        if (found := self._first(homes.others)) is not None:
             return Choice(replicas[found], "home", k, names)
-        away = chain(places, self._stale_places(adapter))
+        places = self._places(self._fleet.members.order(adapter))
+        away = chain(islice(places, k, None), self._stale_places(adapter))
         if (found := self._first(away, home=False)) is not None:
             return Choice(replicas[found], "spilled", k, names)
         return self._over_bound(adapter, k, names)
@@ -219,8 +255,10 @@ class _Chooser:
 
     def _pick(self, homes: Sequence[int]) -> int | None:
         """One of the homes that hold the adapter: by group, else by load."""
+        if len(homes) == 1:
+            return self._first(homes)
         group = group_of(self._request)
-        if len(homes) == 1 or group is None:
+        if group is None:
             return self._least_loaded(homes, bounded=True)
         return self._first(self._fleet.members.ranked(homes, group))
 

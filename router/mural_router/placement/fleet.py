@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from mural_router.placement.hashing import Members, members_of
+import msgspec
 
-__all__ = ["AdapterFacts", "Fleet", "Level", "PlacementRequest", "Replica", "Residency"]
+from mural_router.placement.hashing import Members, members_of
+from mural_router.placement.policy import PlacementPolicy
+
+__all__ = ["AdapterFacts", "Fleet", "Homes", "Level", "PlacementRequest", "Replica", "Residency"]
 
 PLACES_LOOKED_ON = 8
 FACTS_KEPT = 20_000
@@ -85,6 +88,21 @@ class AdapterFacts:
     """0: unknown."""
 
 
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where an adapter is at home: positions among the replicas, in the adapter's order."""
+
+    policy: PlacementPolicy
+    declared: int | None
+    k: int
+    places: tuple[int, ...]
+    """The first k that may take it."""
+    names: tuple[str, ...]
+    resident: tuple[int, ...]
+    """Those of them that hold it."""
+    others: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Fleet:
     """All replicas that serve one base model, sorted by name.
@@ -151,6 +169,25 @@ class Fleet:
     def _facts(self) -> dict[str, AdapterFacts]:
         return {}
 
+    @cached_property
+    def _homes(self) -> dict[str, Homes]:
+        return {}
+
+    def kept_homes(
+        self, adapter: str, declared: int | None, policy: PlacementPolicy
+    ) -> Homes | None:
+        """The homes that `keep_homes` was told, if for the same policy."""
+        homes = self._homes.get(adapter)
+        if homes is None or homes.policy is not policy or homes.declared != declared:
+            return None
+        return homes
+
+    def keep_homes(self, adapter: str, homes: Homes) -> None:
+        """Remember where an adapter is at home for a request that may go anywhere."""
+        if len(self._homes) >= FACTS_KEPT:
+            self._homes.clear()
+        self._homes[adapter] = homes
+
     def facts(self, adapter: str) -> AdapterFacts:
         """What is reported of an adapter, looked up once for each fleet."""
         facts = self._facts.get(adapter)
@@ -179,8 +216,7 @@ class Fleet:
         return AdapterFacts(load, rank, bytes_)
 
 
-@dataclass(frozen=True, slots=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """One request, as far as its place depends on it."""
 
     adapter: str | None

@@ -32,7 +32,7 @@ CLOSE_S: Final = 5.0
 logger = logging.getLogger("mural.router.access")
 
 
-class AccessRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AccessRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One request. Times are seconds from its arrival, ``at`` is when it ended, in UTC."""
 
     at: str

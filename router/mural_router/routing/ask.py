@@ -20,7 +20,7 @@ RETRY_HEADER: Final = "x-mural-retry"
 """An answer of a Mural server that holds ``elsewhere`` here was refused before any work."""
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, gc=False):
     """An inference request, its body read; or what is asked about models and adapters."""
 
     path: str
@@ -35,7 +35,7 @@ class Ask(msgspec.Struct, frozen=True):
     method: str = "POST"
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """How a routed request ended."""
 
     status: int

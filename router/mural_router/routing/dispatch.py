@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.report import Base
@@ -39,8 +40,7 @@ class FleetSource(Protocol):
     def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]: ...
 
 
-@dataclass(slots=True, eq=False)
-class Attempt:
+class Attempt(msgspec.Struct, eq=False):
     """One request at one replica, until `Dispatch.end`."""
 
     endpoint: Endpoint

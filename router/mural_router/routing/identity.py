@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Final, Literal
 
 from mural_resolvers.errors import Unauthorized
-from mural_resolvers.tenants import ADMIN, ANYONE, Principal, TenantsFile
+from mural_resolvers.tenants import ADMIN, ANYONE, KeyRing, Principal, StoredKey, TenantsFile
 from mural_router.fleet.endpoint import Engine
 
 __all__ = ["Authenticator", "RouterAuth", "upstream_identity"]
@@ -21,14 +21,16 @@ __all__ = ["Authenticator", "RouterAuth", "upstream_identity"]
 RouterAuth = Literal["keys", "open"]
 
 MAX_AUTHORIZATION_CHARS: Final = 512
+MAX_GOOD_KEYS: Final = 8_192
 ADMIN_PRINCIPAL: Final = Principal(tenant=None, rights=frozenset({ADMIN}), key_id="api-key")
 
 
 class Authenticator:
     """Establishes the principal of a request: keys of the tenants file, admin keys, or anyone.
 
-    Secrets are kept and compared as sha256 only, and nothing is remembered from one request to
-    the next: a key that was revoked is of no use from then on.
+    Secrets are kept and compared as sha256 only. A key of the tenants file that was found good
+    is remembered, by the sha256 of its header, until the file changes or the key expires: one
+    that was revoked is of no use from the reload on. For one event loop.
     """
 
     def __init__(
@@ -43,6 +45,9 @@ class Authenticator:
         self.tenants = tenants
         self._admin_hashes = tuple(hashlib.sha256(key.encode()).digest() for key in admin_keys)
         self._clock = clock
+        self._ring: KeyRing | None = None
+        """What `_good` was found in."""
+        self._good: dict[bytes, StoredKey] = {}
 
     def principal(self, authorization: tuple[str, ...]) -> Principal:
         """Raise ``Unauthorized``, with one message whatever was wrong.
@@ -57,7 +62,21 @@ class Authenticator:
             return ADMIN_PRINCIPAL
         if self.tenants is None:
             raise Unauthorized()
-        return self.tenants.ring.authenticate(authorization[0], self._clock())
+        return self._tenant_key(self.tenants.ring, authorization[0])
+
+    def _tenant_key(self, ring: KeyRing, authorization: str) -> Principal:
+        if ring is not self._ring:
+            self._ring, self._good = ring, {}
+        sent = hashlib.sha256(authorization.encode("utf-8", "surrogatepass")).digest()
+        good = self._good.get(sent)
+        if good is not None and good.expires is None:
+            return good.principal
+        principal = ring.authenticate(authorization, self._clock())
+        if principal.key_id is not None and good is None:
+            if len(self._good) >= MAX_GOOD_KEYS:
+                self._good.clear()
+            self._good[sent] = ring[principal.key_id]
+        return principal
 
     def _is_admin_key(self, authorization: str) -> bool:
         scheme, _, token = authorization.partition(" ")

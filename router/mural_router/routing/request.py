@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tracing import Trace
@@ -38,8 +39,7 @@ class Admitted(NamedTuple):
     """It generates tokens, which its tenant's accounts are settled by."""
 
 
-@dataclass(slots=True)
-class Story:
+class Story(msgspec.Struct, eq=False):
     """What is known of a request so far, for the log, the metrics and the trace."""
 
     request_id: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import itertools
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ class FleetRouting(Routing):
         self._tracing = tracing
         self._clock = clock
         self._models = ModelCards(dispatch.source)
+        # Unique among routers and restarts; to draw each one costs more than to count.
+        self._request_prefix = f"req-{secrets.token_hex(10)}"
+        self._request_numbers = itertools.count(1)
 
     # -- inference ----------------------------------------------------------------------------
 
@@ -303,9 +307,9 @@ class FleetRouting(Routing):
     def _begin(self, ask: Ask) -> Story:
         now = self._clock()
         self.budget.request(now)
-        sent = ask.headers.get("x-request-id", "")
-        known = _REQUEST_ID.fullmatch(sent) is not None
-        request_id = sent if known else f"req-{random.getrandbits(128):032x}"
+        request_id = ask.headers.get("x-request-id")
+        if request_id is None or _REQUEST_ID.fullmatch(request_id) is None:
+            request_id = f"{self._request_prefix}{next(self._request_numbers):012x}"
         trace: Trace | None = None
         if self._tracing is not None:
             trace = self._tracing.start(f"{ask.method} {ask.path}", ask.headers)
@@ -318,7 +322,7 @@ class FleetRouting(Routing):
             metrics=self.metrics,
             log=self._log,
             trace=trace,
-            passed_on=_trace_headers(ask, trace),
+            passed_on=_trace_headers(ask, trace) if ask.headers or trace else (),
         )
 
     def _identify(self, ask: Ask, story: Story) -> Principal:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+import msgspec
+
 from mural_resolvers.errors import Unavailable
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.tenants import Principal, authorize, authorize_base
@@ -18,8 +20,7 @@ __all__ = ["Target", "Targets", "find_target", "is_registered"]
 MAX_NAMES: Final = 8_192
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(msgspec.Struct, frozen=True, gc=False):
     """What a request is for."""
 
     model: str
@@ -90,7 +91,7 @@ class Targets:
         exact = self._versions.resolve_now(allowed.name, sticky)
         if exact is None:
             return None
-        if exact != allowed.exact:
+        if exact is not allowed.exact and exact != allowed.exact:
             allowed.exact, allowed.target = exact, _target_of(exact)
         return allowed.target
 

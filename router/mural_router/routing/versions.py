@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, quoted
 from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.store import AdapterStore, Aliases
@@ -88,8 +90,7 @@ class StoreVersions(VersionSource):
         await self._store.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(msgspec.Struct, frozen=True):
     """An exact version. ``alias``: the name that was asked for, where it was one.
 
     ``listed``: a source says that it is published.

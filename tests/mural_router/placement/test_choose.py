@@ -394,3 +394,26 @@ def test_an_idle_fleet_does_not_spread_an_adapter_over_it() -> None:
 def test_a_policy_under_which_requests_have_no_place_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError):
         PlacementPolicy(**wrong)  # type: ignore[arg-type]  # of either number type
+
+
+def test_what_is_remembered_of_homes_is_of_one_policy_and_one_number_of_replicas() -> None:
+    held = replace(CAN, adapters=HELD)
+    view = fleet(first=held, second=held)
+    loads = reported_loads(view)
+    request = PlacementRequest(ADAPTER)
+    for declared in (1, 3, None, 2):
+        kept = choose(request, view, loads, declared=declared)
+        anew = choose(request, Fleet(view.replicas), loads, declared=declared)
+        assert kept == anew
+    for policy in (PlacementPolicy(), PlacementPolicy(light_sequences=1)):
+        assert choose(request, view, loads, policy=policy) == choose(
+            request, Fleet(view.replicas), loads, policy=policy
+        )
+    # One that may not go everywhere has homes of its own, which nobody else is given.
+    first = order(ADAPTER, view)[0].name
+    elsewhere = choose(PlacementRequest(ADAPTER, excluded=frozenset({first})), view, loads)
+    assert elsewhere is not None
+    assert elsewhere.replica.name != first
+    again = choose(request, view, loads)
+    assert again is not None
+    assert again.replica.name == first

@@ -37,6 +37,7 @@ from mural_router.routing.identity import Authenticator
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.retry import RetryBudget, RetrySettings
 from mural_router.routing.router import FleetRouting, RoutingOptions
+from mural_router.routing.target import Targets
 from mural_router.routing.versions import KnownVersions, Versions, VersionSource
 
 DIGEST = "d" * 64
@@ -501,3 +502,41 @@ async def test_a_request_id_of_the_client_is_kept_where_it_is_one():
         )
         assert (dict(routed.answer_headers)["x-request-id"] == sent) is kept
         done(routed)
+
+
+async def test_a_request_that_waits_for_nothing_is_routed_without_a_turn_of_the_loop():
+    made = Made(MadeUpFleet({}, {}))
+    body = json.dumps({"model": "acme:v3", "prompt": "hello"}).encode()
+    ask = Ask("/v1/completions", ("Bearer acme",), body)
+    made.routing._targets = Targets(Versions(None))
+    routed = made.routing.route_now(ask)
+    assert isinstance(routed, Routed)
+    done(routed)
+    assert made.dispatch.ledger.loads.total == 0
+
+
+async def test_a_request_over_its_limit_takes_no_seat_and_counts_as_no_choice():
+    made = Made(MadeUpFleet({}, {}), auth=Keys(acme=TenantLimits(concurrency=1)))
+    made.routing._targets = Targets(Versions(None))
+    first = await made.ask("acme:v3")
+    with pytest.raises(RateLimited):
+        await made.ask("acme:v3")
+    assert made.metrics.choices.total() == 1
+    assert made.dispatch.ledger.loads.total == 1
+    done(first)
+    done(await made.ask("acme:v3"))
+    assert made.dispatch.ledger.loads.total == 0
+
+
+async def test_a_request_that_has_to_wait_and_never_does_holds_nothing():
+    made = Made(MadeUpFleet({}), auth=Keys(acme=TenantLimits(concurrency=100)))
+    made.routing._targets = Targets(Versions(None))
+    running = [await made.ask("acme:v3") for _ in range(6)]
+    body = json.dumps({"model": "acme:v3", "prompt": "hello"}).encode()
+    later = made.routing.route_now(Ask("/v1/completions", ("Bearer acme",), body))
+    assert not isinstance(later, Routed)
+    assert made.dispatch.ledger.loads.total == 6
+    assert made.limiter.snapshot().tenants[0].sequences == 6
+    for each in running:
+        done(each)
+    assert made.limiter.snapshot().tenants[0].sequences == 0

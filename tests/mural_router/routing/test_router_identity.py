@@ -83,3 +83,49 @@ def test_vllm_is_told_its_own_key_alone_and_nobody_gets_a_clients_key() -> None:
     assert upstream_identity("vllm", acme, token="k") == (("authorization", "Bearer k"),)
     assert upstream_identity("vllm", acme, token=None) == ()
     assert "authorization" not in dict(upstream_identity("mural", acme, token=None))
+
+
+async def reload(tenants: TenantsFile, text: str) -> None:
+    tenants._path.write_text(text)
+    for _ in range(2):  # A content is taken when it was seen twice.
+        await tenants.poll()
+
+
+async def test_a_key_that_was_found_good_is_of_no_use_from_the_reload_that_revokes_it_on(
+    tmp_path: Path,
+) -> None:
+    minted = mint_key()
+    path = tmp_path / "tenants.yaml"
+    record = f"{{id: {minted.key_id}, sha256: {minted.sha256}}}"
+    path.write_text(f"tenants:\n- {{id: acme, keys: [{record}]}}\n")
+    tenants = TenantsFile(path)
+    auth, header = Authenticator("keys", tenants=tenants), (f"Bearer {minted.key}",)
+    first = auth.principal(header)
+    assert auth.principal(header) is first
+    await reload(tenants, f"tenants:\n- {{id: acme, grants: [globex], keys: [{record}]}}\n")
+    assert auth.principal(header).grants == ("globex",)
+    assert auth.principal(header).grants == ("globex",)
+    await reload(tenants, "tenants:\n- {id: acme}\n")
+    for _ in range(2):
+        with pytest.raises(Unauthorized):
+            auth.principal(header)
+
+
+def test_only_keys_that_are_good_are_remembered_and_a_bounded_number_of_headers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mural_router.routing.identity.MAX_GOOD_KEYS", 3)
+    minted = mint_key()
+    path = tmp_path / "tenants.yaml"
+    path.write_text(
+        f"tenants:\n- {{id: acme, keys: [{{id: {minted.key_id}, sha256: {minted.sha256}}}]}}\n"
+    )
+    auth = Authenticator("keys", tenants=TenantsFile(path))
+    wrong = minted.key[:-2] + ("AA" if not minted.key.endswith("AA") else "BB")
+    for _ in range(3):
+        with pytest.raises(Unauthorized):
+            auth.principal((f"Bearer {wrong}",))
+    assert not auth._good
+    for spaces in range(1, 10):
+        assert auth.principal((f"Bearer{' ' * spaces}{minted.key}",)).tenant == "acme"
+        assert len(auth._good) <= 3
