@@ -122,6 +122,11 @@ class AdapterStore(ABC):
     async def list(self, tenant: str) -> tuple[StoredVersion, ...]:
         """A tenant's published versions, in order; at most 10,000."""
 
+    async def versions(self, tenant: str, adapter: str) -> tuple[str, ...]:
+        """The names of an adapter's published versions; cheap enough to ask every few seconds."""
+        listed = await self.list(tenant)
+        return tuple(stored.name.version for stored in listed if stored.name.adapter == adapter)
+
     @abstractmethod
     async def aliases(self, tenant: str, adapter: str) -> Aliases:
         """The adapter's aliases."""

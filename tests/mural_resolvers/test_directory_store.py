@@ -459,6 +459,7 @@ async def test_a_tenants_versions_are_listed_in_order(
     )
     assert await store.tenants() == ("acme", "globex")
     assert await store.list("initech") == ()
+    assert await store.versions("acme", "default") == ("by-hand", "v2")
     with pytest.raises(MalformedName):
         await store.list("../acme")
 

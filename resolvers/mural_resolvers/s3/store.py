@@ -211,6 +211,12 @@ class S3Store(AdapterStore):
         versions = await asyncio.gather(*(stored(found) for found in listed))
         return tuple(version for version in versions if version is not None)
 
+    async def versions(self, tenant: str, adapter: str) -> tuple[str, ...]:
+        """Read off the names of the objects: no manifest is read."""
+        name = AdapterName(tenant, adapter, LATEST)
+        found = await self._layout.versions(name.tenant, name.adapter)
+        return tuple(version.name.version for version in found)
+
     async def aliases(self, tenant: str, adapter: str) -> Aliases:
         """What the adapter's ``_aliases.json`` holds now."""
         name = AdapterName(tenant, adapter, LATEST)

@@ -494,8 +494,11 @@ class TestListing:
             )
         assert await store.tenants() == ("acme", "globex")
         assert await store.list("nobody") == ()
-        with pytest.raises(MalformedName):
-            await store.list("../acme")
+        assert await store.versions("acme", "default") == ("v10",)
+        assert await store.versions("acme", "none") == ()
+        for listing in (store.list("../acme"), store.versions("acme", "../sql")):
+            with pytest.raises(MalformedName):
+                await listing
 
     async def test_more_than_a_page_is_listed(
         self, bucket: Any, store: S3Store, adapter: Path, monkeypatch: pytest.MonkeyPatch
