@@ -13,6 +13,7 @@ from mural_resolvers.errors import InvalidInput
 from mural_router.admin.server import AdminServer
 from mural_router.certificates import CertificateWatch
 from mural_router.config import Config
+from mural_router.fleet.news import FleetNews
 from mural_router.placement import Fleet
 from mural_router.proxy import Proxy, start
 from mural_router.running import Router, open_limiter
@@ -80,6 +81,9 @@ async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncE
         held.push_async_callback(admin.close)
         logger.info("admin pages on http://%s", admin.address)
     await _settle(router, stop)
+    news = FleetNews(router.fleet)
+    held.callback(news.close)
+    news.begin()
     try:
         router.proxy = await start(settings.http, router.routing, version=version)
     except (OSError, ValueError) as error:
@@ -156,14 +160,13 @@ async def _settle(router: Router, stop: asyncio.Event) -> None:
 
 def _log_start(router: Router, proxy: Proxy) -> None:
     settings, secrets = router.config.settings, router.config.secrets
-    for member in router.fleet.snapshot():
-        state = member.why_not_ready or "ready"
-        logger.info("replica %s (%s): %s", member.endpoint.name, member.endpoint.engine, state)
     if not settings.replicas:
         logger.warning("no replica is listed: every request is answered 503")
     if settings.resolved_auth(secrets) == "open":
-        reach = "this machine" if is_loopback(settings.http.host) else "THE NETWORK"
-        logger.info("auth open: no key is asked for, and %s can reach the port", reach)
+        if is_loopback(settings.http.host):
+            logger.info("auth open: no key is asked for, and this machine can reach the port")
+        else:
+            logger.warning("auth open: no key is asked for, and THE NETWORK can reach the port")
     else:
         logger.info("auth keys: every request needs an API key")
     scheme = "http" if settings.http.tls.certfile is None else "https"
