@@ -378,8 +378,10 @@ class ClientConnection(asyncio.Protocol, Watched):
         exchange.detach()
         if exchange.handled:
             self._server.ended()
-        if gone and exchange.reader is not None:
-            exchange.reader.gone()
+        # They hold one another: their bodies would stay until the collector comes by.
+        reader, exchange.reader = exchange.reader, None
+        if gone and reader is not None:
+            reader.gone()
         return exchange
 
     def _release(self) -> None:

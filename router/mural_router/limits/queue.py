@@ -179,6 +179,8 @@ class FairQueue(Generic[Seat]):
 
         Costs an attempt for each that is started and one more for each group.
         """
+        if not self._waiting:
+            return
         full: set[Hashable] = set()
         while (waiter := self._next(full)) is not None:
             if waiter.future.done():

@@ -9,8 +9,8 @@ counted.
 
 from __future__ import annotations
 
-import hashlib
 import re
+import zlib
 from typing import Final, TypeVar
 
 import msgspec
@@ -32,6 +32,8 @@ _OPTIONS = b'"stream_options"'
 _ASK_USAGE = b',"stream_options":{"include_usage":true}'
 _MEMBER = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*")')
 # A letter of "model" that is written as an escape: then a key may be "model" without looking so.
+_QUOTE = ord('"')
+_ESCAPE = b"\\u00"
 _ESCAPED_LETTER = re.compile(rb"\\u00(?:6[dDfF45cC])")
 _LIST_OF_PROMPTS = re.compile(rb'[ \t\r\n]*\[[ \t\r\n]*["\[]')
 
@@ -60,7 +62,7 @@ _items = msgspec.json.Decoder(list[msgspec.Raw])
 _text = msgspec.json.Decoder(str)
 
 
-class Inspected(msgspec.Struct, frozen=True, kw_only=True):
+class Inspected(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The fields that routing reads, and the body as it is sent on."""
 
     model: str
@@ -116,12 +118,13 @@ def inspect_body(data: bytes) -> Inspected:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise InvalidInput("The body is not valid JSON.") from None
     data, place = _unambiguous(data)
-    prompt = memoryview(body.messages) or memoryview(body.prompt)
+    completed = memoryview(body.prompt)
+    prompt = memoryview(body.messages) or completed
     inspected = Inspected(
         model=body.model,
         stream=bool(body.stream),
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        sequences=_count(body.n, 1) * _prompts(body.prompt),
+        sequences=_count(body.n, 1) * _prompts(completed),
         max_tokens=_max_tokens(body),
         user=body.user or None,
         prefix=_prefix(prompt) if prompt else None,
@@ -138,7 +141,7 @@ def inspect_body(data: bytes) -> Inspected:
 
 def _unambiguous(data: bytes) -> tuple[bytes, tuple[int, int] | None]:
     """The body with one member ``model``, and where its value stands if it is still ours."""
-    if data.count(_KEY) == 1 and _ESCAPED_LETTER.search(data) is None:
+    if data.count(_KEY) == 1 and (_ESCAPE not in data or _ESCAPED_LETTER.search(data) is None):
         # One such string in all of it, and there is a model: so this is its key.
         found = _MEMBER.search(data)
         if found is not None:
@@ -199,13 +202,13 @@ def _user(members: dict[str, msgspec.Raw]) -> str | None:
         return None
 
 
-def _prompts(prompt: msgspec.Raw) -> int:
+def _prompts(prompt: memoryview) -> int:
     """How many prompts a completion has: a text or a list of token ids is one."""
-    if _LIST_OF_PROMPTS.match(memoryview(prompt)) is None:
+    if not prompt or prompt[0] == _QUOTE or _LIST_OF_PROMPTS.match(prompt) is None:
         return 1
-    if len(memoryview(prompt)) > MAX_COUNTED_BYTES:
+    if len(prompt) > MAX_COUNTED_BYTES:
         # Millions of empty prompts would keep everybody else waiting while they are told apart.
-        data = bytes(memoryview(prompt))
+        data = bytes(prompt)
         return 1 + data.count(b'",') + data.count(b"],")
     try:
         return max(1, len(_items.decode(prompt)))
@@ -226,5 +229,5 @@ def _count(value: int | None, least: int) -> int:
 
 
 def _prefix(prompt: memoryview) -> int:
-    digest = hashlib.blake2b(prompt[:PREFIX_BYTES], digest_size=8).digest()
-    return int.from_bytes(digest, "big")
+    # The same in every router. Prompts of one sum by chance share a group, which harms nobody.
+    return zlib.crc32(prompt[:PREFIX_BYTES])

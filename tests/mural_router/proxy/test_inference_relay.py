@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,9 @@ import pytest
 from mural_resolvers.errors import RateLimited
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.chunks import LAST_CHUNK, chunk
+from mural_router.http.exchange import Exchange
 from mural_router.http.settings import HttpSettings
+from mural_router.proxy.relay import InferenceRelay
 
 if TYPE_CHECKING:
     from conftest import MakeStand, Received
@@ -601,3 +604,19 @@ async def test_a_name_that_is_nowhere_is_a_failed_connection(stand: MakeStand) -
     client = await here.client()
     client.post(BODY)
     assert (await client.answer())[1]["x-mural-replica"] == "r0"
+
+
+async def test_a_request_that_was_answered_is_gone_without_the_collector(stand: MakeStand) -> None:
+    here = await stand(answer)
+    client = await here.client()
+    kinds = (InferenceRelay, Exchange)
+    gc.collect()
+    gc.disable()
+    try:
+        client.post(BODY)
+        assert (await client.answer())[0] == 200
+        await here.routing.outcome()
+        kept = [each for each in gc.get_objects() if type(each) in kinds]
+        assert not kept
+    finally:
+        gc.enable()
