@@ -196,7 +196,7 @@ def _discovery(settings: RouterSettings) -> Discovery:
     try:
         return open_discovery(settings.replicas)
     except ValueError as error:
-        raise InvalidInput(f"replicas: {error}.") from None
+        raise InvalidInput(f"replicas: {redacted(str(error))}.") from None
 
 
 async def open_limiter(settings: RouterSettings, secrets: Secrets) -> Limiter:
@@ -244,7 +244,10 @@ def _version_source(settings: RouterSettings) -> VersionSource | None:
 def _open_log(settings: RouterSettings) -> AccessLog | None:
     if settings.access_log is None:
         return None
-    return AccessLog(None if settings.access_log == "-" else Path(settings.access_log))
+    try:
+        return AccessLog(None if settings.access_log == "-" else Path(settings.access_log))
+    except OSError as error:
+        raise InvalidInput(f"access_log: {settings.access_log}: {error.strerror}.") from None
 
 
 def _open_tracing(settings: RouterSettings) -> Tracing | None:

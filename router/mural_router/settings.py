@@ -7,6 +7,7 @@ rest at the next start.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -159,7 +160,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         try:
             open_discovery(self.replicas)
         except ValueError as error:
-            raise InvalidInput(f"replicas: {error}.") from None
+            raise InvalidInput(f"replicas: {redacted(str(error))}.") from None
 
     def _address_rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -257,6 +258,10 @@ def merged(under: Mapping[str, object], over: Mapping[str, object]) -> dict[str,
 def convert_settings(raw: Mapping[str, object], secrets: Secrets) -> RouterSettings:
     """Read settings and check them; raise ``InvalidInput`` naming the place, never a value."""
     settings = _converted(raw)
+    place = _unbounded(settings)
+    if place is not None:
+        # No comparison finds what is not a number, and no wait may be endless.
+        raise InvalidInput(f"{place}: a finite number is wanted.")
     http = raw.get("http")
     if not (isinstance(http, dict) and http.get("host")):
         host = "127.0.0.1" if settings.resolved_auth(secrets) == "open" else "0.0.0.0"
@@ -265,6 +270,19 @@ def convert_settings(raw: Mapping[str, object], secrets: Secrets) -> RouterSetti
         )
     settings.validate(secrets)
     return settings
+
+
+def _unbounded(settings: object) -> str | None:
+    """Where a number stands that is infinite or none; None: nowhere."""
+    names = getattr(settings, "__struct_fields__", None) or getattr(settings, "__slots__", ())
+    for name in names:
+        value = getattr(settings, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(name)
+        below = _unbounded(value)
+        if below is not None:
+            return f"{name}.{below}"
+    return None
 
 
 def _converted(raw: Mapping[str, object]) -> RouterSettings:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mural_resolvers.errors import InvalidInput
-from mural_router.commands import PLACES, flag_settings, route
+from mural_router.commands import PLACES, flag_settings, read_secret, route
 from mural_router.config import Config
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
@@ -80,6 +80,11 @@ def test_without_keys_only_this_machine_is_listened_to():
         ("retry: {ratio: -1}", "retry.ratio"),
         ("- a list", "settings"),
         ("a: {b", "router.yaml"),
+        ("placement: {load_bound: nan}", "placement.load_bound: a finite number"),
+        ("http: {idle_timeout_s: inf}", "http.idle_timeout_s: a finite number"),
+        ("shutdown_grace_s: inf", "shutdown_grace_s: a finite number"),
+        ("replicas: ['http://a:99999']", "'http://a:99999': a port is"),
+        ("replicas: ['dns://a:99999']", "'dns://a:99999': a port is"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_place(tmp_path, text, place):
@@ -95,6 +100,74 @@ def test_a_secret_is_no_setting_of_the_file_and_in_no_message(tmp_path):
     assert "s" * 10 not in refused.value.message
     with pytest.raises(InvalidInput):
         config(tmp_path, f"api_keys: [{key}]")
+
+
+def test_who_a_replicas_url_names_is_in_no_message(tmp_path):
+    with pytest.raises(InvalidInput) as refused:
+        config(tmp_path, "replicas: ['http://me:hidden@a:1']")
+    assert "a:1" in refused.value.message
+    assert "hidden" not in refused.value.message
+
+
+ROUTE = ["--port", "0", "--no-admin"]
+
+
+def run_route(*flags: str) -> int:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    route.add_arguments(parser)
+    return route.run(parser.parse_args([*ROUTE, *flags]))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"one\ntwo\n", "one word"),
+        (b"one\r\nx-mural-tenant: acme", "one word"),
+        (b"one two", "one word"),
+        (b"o\x00ne", "one word"),
+        (b"a" * 5000, "one word"),
+        ("schlüssel".encode(), "is not ASCII"),
+        (None, "No such file"),
+    ],
+)
+def test_a_token_that_cannot_stand_in_a_header_is_refused_and_not_shown(
+    tmp_path, capsys, content, problem
+):
+    path = tmp_path / "token"
+    if content is not None:
+        path.write_bytes(content)
+    assert run_route("--router-token-file", str(path)) == 1
+    message = capsys.readouterr().err
+    assert "--router-token-file" in message
+    assert problem in message
+    assert "one\n" not in message
+    assert "tenant" not in message
+
+
+def test_a_token_of_the_environment_is_held_to_the_same(monkeypatch, capsys):
+    monkeypatch.setenv("MURAL_ROUTER_TOKEN", "one\ntwo")
+    assert run_route() == 1
+    message = capsys.readouterr().err
+    assert "MURAL_ROUTER_TOKEN" in message
+    assert "two" not in message
+
+
+def test_the_end_of_a_line_is_no_part_of_a_token(tmp_path):
+    (tmp_path / "token").write_text("  the-token\n")
+    flag = str(tmp_path / "token")
+    assert read_secret(flag, "router_token_file", "MURAL_ROUTER_TOKEN", {}) == "the-token"
+    environment = {"MURAL_ROUTER_TOKEN": "other\n"}
+    assert read_secret(None, "router_token_file", "MURAL_ROUTER_TOKEN", environment) == "other"
+    assert read_secret(None, "router_token_file", "MURAL_ROUTER_TOKEN", {}) is None
+
+
+def test_an_access_log_that_cannot_be_written_is_told_at_the_start(tmp_path, capsys):
+    assert run_route("--access-log", str(tmp_path / "no" / "log")) == 1
+    message = capsys.readouterr().err
+    assert "access_log" in message
+    assert "no/log: No such file" in message
 
 
 async def test_a_changed_file_is_taken_at_the_second_look_and_a_bad_one_changes_nothing(tmp_path):

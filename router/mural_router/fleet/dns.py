@@ -19,7 +19,7 @@ from dns.rdtypes.IN.SRV import SRV
 from mural_router.fleet.backoff import Backoff
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint, Engine
-from mural_router.fleet.options import read_engine, read_port, split_options
+from mural_router.fleet.options import read_engine, read_port, split_options, url_port
 
 __all__ = ["DnsDiscovery", "DnsPlace", "parse_dns"]
 
@@ -156,7 +156,8 @@ def parse_dns(text: str) -> DnsPlace:
         raise ValueError(f"{text!r} is not dns://name:port or dns+srv://_service._tcp.name")
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{text!r}: it is a name and a port, nothing more")
-    if (parts.scheme == "dns") != (parts.port is not None):
+    port = url_port(text, parts)
+    if (parts.scheme == "dns") != (port is not None):
         raise ValueError(f"{text!r}: dns:// needs a port, and dns+srv:// takes none")
     engine = read_engine(text, options.get("engine", "mural"))
     if engine == "vllm" and "control" in options:
@@ -166,7 +167,7 @@ def parse_dns(text: str) -> DnsPlace:
     control = options.get("control")
     return DnsPlace(
         name=parts.hostname,
-        port=parts.port,
+        port=port,
         engine=engine,
         control_port=None if control is None else read_port(text, control),
         tls=options.get("tls") == "on",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from urllib.parse import SplitResult
 
 from mural_router.fleet.endpoint import Engine
 
-__all__ = ["read_engine", "read_port", "read_weight", "split_options"]
+__all__ = ["read_engine", "read_port", "read_weight", "split_options", "url_port"]
 
 
 def split_options(text: str, allowed: Collection[str]) -> tuple[str, Mapping[str, str]]:
@@ -36,6 +37,14 @@ def read_port(text: str, value: str) -> int:
     if not value.isascii() or not value.isdecimal() or not 0 < int(value[:6]) < 1 << 16:
         raise ValueError(f"{text!r}: {value[:20]!r} is not a port")
     return int(value)
+
+
+def url_port(text: str, parts: SplitResult) -> int | None:
+    """Of an address; None: it names none."""
+    try:
+        return parts.port
+    except ValueError:
+        raise ValueError(f"{text!r}: a port is a number up to 65535") from None
 
 
 def read_weight(text: str, value: str) -> float:

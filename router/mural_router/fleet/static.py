@@ -8,7 +8,13 @@ from urllib.parse import SplitResult, urlsplit
 
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.options import read_engine, read_port, read_weight, split_options
+from mural_router.fleet.options import (
+    read_engine,
+    read_port,
+    read_weight,
+    split_options,
+    url_port,
+)
 
 __all__ = ["StaticDiscovery", "parse_endpoint"]
 
@@ -40,7 +46,7 @@ def parse_endpoint(text: str) -> Endpoint:
     url, options = split_options(text, OPTIONS)
     parts = _url(text, url)
     host, tls = parts.hostname or "", parts.scheme == "https"
-    port = parts.port or DEFAULT_PORTS[parts.scheme]
+    port = url_port(text, parts) or DEFAULT_PORTS[parts.scheme]
     engine = read_engine(text, options.get("engine", "mural"))
     control_port: int | None = None
     if engine == "mural":

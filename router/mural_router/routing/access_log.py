@@ -87,8 +87,10 @@ class AccessLog:
         max_pending_bytes: int = MAX_PENDING_BYTES,
         write: Callable[[bytes], None] | None = None,
     ) -> None:
+        """Raises `OSError` for a file that cannot be opened."""
         self.written = 0
         self.lost = 0
+        self._name = "on standard output" if path is None else str(path)
         self._write = write or _writer(path)
         self._flush_s = flush_s
         self._max_pending_bytes = max_pending_bytes
@@ -153,7 +155,7 @@ class AccessLog:
         if not self._failing:
             # Once for each time that it begins to fail.
             self._failing = True
-            logger.error("the access log loses lines: %s", reason)
+            logger.error("the access log %s loses lines: %s", self._name, reason)
 
 
 def for_log(text: str) -> str:
@@ -164,6 +166,7 @@ def for_log(text: str) -> str:
 def _writer(path: Path | None) -> Callable[[bytes], None]:
     if path is None:
         return _to_standard_output
+    _append(path, b"")
     return lambda data: _append(path, data)
 
 
