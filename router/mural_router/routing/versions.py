@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, quoted
+from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, UnusableAdapter, quoted
 from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.store import AdapterStore, Aliases
 from mural_resolvers.versions import highest_version, pick_target
@@ -36,6 +36,9 @@ __all__ = [
 
 MAX_REFRESHES: Final = 16
 DOWN_S: Final = 1.0
+
+MANIFESTS_AT_ONCE: Final = 16
+MAX_ADAPTERS: Final = 10_000
 
 logger = logging.getLogger("mural.router.versions")
 
@@ -68,22 +71,42 @@ class VersionSource(ABC):
 
 
 class StoreVersions(VersionSource):
-    """A store's records, which ``mural adapters alias`` and the upload API write."""
+    """A store's records, which ``mural adapters alias`` and the upload API write.
+
+    A published version is immutable, so the manifest that states its digest is read once.
+    """
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store
+        self._digests: OrderedDict[tuple[str, str], dict[str, str]] = OrderedDict()
 
     async def read(self, tenant: str, adapter: str) -> KnownVersions:
-        """The alias record and the list of published versions."""
-        aliases, listed = await asyncio.gather(
-            self._store.aliases(tenant, adapter), self._store.list(tenant)
+        """The alias record, the published versions, and the digests of those that state one."""
+        aliases, versions = await asyncio.gather(
+            self._store.aliases(tenant, adapter), self._store.versions(tenant, adapter)
         )
-        digests = {
-            stored.name.version: stored.digest
-            for stored in listed
-            if stored.name.adapter == adapter
+        before = self._digests.pop((tenant, adapter), {})
+        new = [AdapterName(tenant, adapter, each) for each in versions if each not in before]
+        turns = asyncio.Semaphore(MANIFESTS_AT_ONCE)
+        read = await asyncio.gather(*(self._digest(name, turns) for name in new))
+        found = before | {
+            name.version: digest for name, digest in zip(new, read, strict=True) if digest
         }
-        return KnownVersions(aliases, digests)
+        # One that went and came again is read again.
+        kept = {version: found[version] for version in versions if version in found}
+        self._digests[tenant, adapter] = kept
+        if len(self._digests) > MAX_ADAPTERS:
+            self._digests.popitem(last=False)
+        return KnownVersions(aliases, {version: kept.get(version) for version in versions})
+
+    async def _digest(self, name: AdapterName, turns: asyncio.Semaphore) -> str | None:
+        async with turns:
+            try:
+                manifest = await self._store.manifest(name)
+            except UnusableAdapter:
+                # The replica will say so to whoever asks for it: that hides none of the others.
+                return None
+        return None if manifest is None else manifest.digest
 
     async def close(self) -> None:
         """Close the store."""
@@ -110,7 +133,7 @@ class VersionSettings:
 
     ttl_s: float = 5.0
     timeout_s: float = 2.0
-    max_adapters: int = 10_000
+    max_adapters: int = MAX_ADAPTERS
 
 
 class Versions:

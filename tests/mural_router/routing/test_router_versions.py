@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from mural_resolvers.directory_store import DirectoryStore
 from mural_resolvers.errors import AdapterNotFound, Unavailable
-from mural_resolvers.names import parse_name
+from mural_resolvers.manifest import MANIFEST_FILE, Manifest, build_manifest
+from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.open_store import open_store
 from mural_resolvers.store import Aliases
 from mural_resolvers.versions import AliasTarget
@@ -21,6 +24,7 @@ from mural_router.routing.versions import (
     VersionSource,
 )
 
+ADAPTER = Path(__file__).parents[3] / "examples/adapters/globex/default/v1"
 SETTINGS = VersionSettings(ttl_s=5.0, timeout_s=0.05)
 CANARY = {"stable": (AliasTarget("v3", 90), AliasTarget("v4", 10))}
 
@@ -171,3 +175,45 @@ async def test_a_directory_store_gives_its_aliases_and_digests(tmp_path: Path) -
     with pytest.raises(AdapterNotFound):
         await versions.resolve(parse_name("acme"))
     await versions.close()
+
+
+async def test_a_versions_manifest_is_read_once_and_again_when_it_went_and_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in ("v1", "v2"):
+        shutil.copytree(ADAPTER, tmp_path / "acme" / "default" / version)
+        manifest = build_manifest(ADAPTER)
+        (tmp_path / "acme" / "default" / version / MANIFEST_FILE).write_bytes(manifest.to_json())
+    store = open_store(str(tmp_path))
+    read: list[str] = []
+
+    async def counted(name: AdapterName) -> Manifest | None:
+        read.append(name.version)
+        return await DirectoryStore.manifest(store, name)
+
+    monkeypatch.setattr(store, "manifest", counted)
+    source = StoreVersions(store)
+    for _ in range(3):
+        said = await source.read("acme", "default")
+        assert said.digests == {"v1": manifest.digest, "v2": manifest.digest}
+    assert sorted(read) == ["v1", "v2"]
+
+    (tmp_path / "acme" / "default" / "v2").rename(tmp_path / "away")
+    assert (await source.read("acme", "default")).digests == {"v1": manifest.digest}
+    (tmp_path / "away").rename(tmp_path / "acme" / "default" / "v2")
+    await source.read("acme", "default")
+    assert sorted(read) == ["v1", "v2", "v2"]
+    await source.close()
+
+
+async def test_a_spoilt_manifest_hides_no_other_version(tmp_path: Path) -> None:
+    for version in ("v1", "v2"):
+        shutil.copytree(ADAPTER, tmp_path / "acme" / "default" / version)
+    manifest = build_manifest(ADAPTER)
+    (tmp_path / "acme" / "default" / "v1" / MANIFEST_FILE).write_bytes(manifest.to_json())
+    (tmp_path / "acme" / "default" / "v2" / MANIFEST_FILE).write_bytes(b"{")
+    source = StoreVersions(open_store(str(tmp_path)))
+    said = await source.read("acme", "default")
+    assert said.digests is not None
+    assert said.digests["v1"] == manifest.digest
+    await source.close()
