@@ -55,15 +55,12 @@ class Bound:
 
     def limit(self, replica: Replica) -> float:
         """Sequences below which the replica is within the bound."""
-        return max(self._share(replica), self._light(replica))
+        return max(self._share(replica), _light(replica, self._policy))
 
     def within(self, replica: Replica) -> bool:
         """Whether the replica may be given more."""
         load = self._of.get(replica.name, 0.0)
-        return load < self._light(replica) or load < self._share(replica)
-
-    def _light(self, replica: Replica) -> float:
-        return self._policy.light * replica.max_num_seqs or self._policy.light_sequences
+        return load < _light(replica, self._policy) or load < self._share(replica)
 
     def _share(self, replica: Replica) -> int:
         if self._per_weight < 0:
@@ -160,12 +157,21 @@ def choose(
     no fresh one will do. ``declared`` is the adapter's k where an
     object or the operator says it.
     """
-    chooser = _Chooser(request, fleet, loads, policy)
     if request.adapter is None:
-        return chooser.for_base()
-    return chooser.for_adapter(
-        request.adapter, _homes(request, request.adapter, fleet, declared, policy)
-    )
+        return _Chooser(request, fleet, loads, policy).for_base()
+    homes = _homes(request, request.adapter, fleet, declared, policy)
+    if len(homes.resident) == 1:
+        # So it is nearly always: the rest would say the same of a home that has little to do.
+        replica = fleet.replicas[homes.resident[0]]
+        load = loads.by_name.get(replica.name, 0.0)
+        if load < _light(replica, policy) and has_room(replica, load, policy):
+            return Choice(replica, "resident", homes.k, homes.names)
+    return _Chooser(request, fleet, loads, policy).for_adapter(request.adapter, homes)
+
+
+def _light(replica: Replica, policy: PlacementPolicy) -> float:
+    """Sequences below which a replica is within the bound, whatever the others have."""
+    return policy.light * replica.max_num_seqs or policy.light_sequences
 
 
 def _homes(

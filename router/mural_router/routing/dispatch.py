@@ -96,14 +96,12 @@ class Dispatch:
     def take(self, request: PlacementRequest) -> Attempt | None:
         """A place for a request, which `end` gives back; None: nobody that may has room."""
         now = self._clock()
-        choice = choose(
-            self._without_broken(request, now),
-            self.source.fleet,
-            self.ledger.loads,
-            policy=self.policy,
-        )
-        endpoint = None if choice is None else self.source.endpoint(choice.replica.name)
-        if choice is None or endpoint is None:
+        request = self._without_broken(request, now)
+        choice = choose(request, self.source.fleet, self.ledger.loads, policy=self.policy)
+        if choice is None:
+            return None
+        endpoint = self.source.endpoint(choice.replica.name)
+        if endpoint is None:
             return None
         residency = None
         if request.adapter is not None:

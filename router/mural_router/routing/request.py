@@ -300,4 +300,5 @@ class Forwarded(Routed):
 
 
 def _rounded(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds, 6)
+    # To the microsecond; `round` goes by way of a text, which takes longer than the rest of a line.
+    return None if seconds is None else int(seconds * 1e6 + 0.5) / 1e6
