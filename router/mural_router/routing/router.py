@@ -233,15 +233,21 @@ class FleetRouting(Routing):
         if not self.dispatch.source.fleet.accepting:
             # Nobody to wait for: a restart may be over in a moment, but a client is told soon.
             wait_s = min(wait_s, NOBODY_READY_S)
-        return await self._queue.wait(
-            asked.principal.tenant,
-            asked.principal.weight,
-            asked.tokens,
-            partial(self.dispatch.take, placement),
-            timeout_s=wait_s,
-            release=self.dispatch.end,
-            group=self.dispatch.group(placement),
-        )
+        try:
+            return await self._queue.wait(
+                asked.principal.tenant,
+                asked.principal.weight,
+                asked.tokens,
+                partial(self.dispatch.take, placement),
+                timeout_s=wait_s,
+                release=self.dispatch.end,
+                group=self.dispatch.group(placement),
+            )
+        except Unavailable as error:
+            if self.dispatch.source.fleet.accepting:
+                raise
+            # More capacity would not help: whoever reads this should look for the replicas.
+            raise Unavailable("No replica is ready.", retry_after_s=error.retry_after_s) from None
 
     # -- a tenant's own adapters --------------------------------------------------------------
 

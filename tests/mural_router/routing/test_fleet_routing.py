@@ -363,7 +363,7 @@ async def test_with_nobody_ready_a_client_is_told_soon():
     fleet = MadeUpFleet({})
     fleet.set(replace(fleet.fleet.replicas[0], ready=False))
     made = Made(fleet)
-    with pytest.raises(Unavailable):
+    with pytest.raises(Unavailable, match="No replica is ready"):
         await made.ask("acme:v3")
 
 
