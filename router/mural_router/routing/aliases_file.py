@@ -48,6 +48,14 @@ def parse_aliases_file(data: bytes) -> Mapping[tuple[str, str], Aliases]:
         if ":" in text:
             raise InvalidInput(f"The aliases file: {text[:80]} is no adapter, but a version.")
         name = parse_name(text)
+        for alias, targets in aliases.items():
+            for target in targets:
+                if target.version in aliases:
+                    # Versions and aliases share no names, so it could never be found.
+                    raise InvalidInput(
+                        f"The aliases file, {text}: {alias[:80]} stands for {target.version[:80]}, "
+                        "which is an alias, too: name a version."
+                    )
         try:
             found[name.tenant, name.adapter] = parse_aliases(encode_aliases(_targets(aliases)))
         except UnusableAdapter as error:
@@ -68,8 +76,12 @@ class AliasesFile:
     def __init__(self, path: Path) -> None:
         """Raises ``InvalidInput`` when it is absent or wrong."""
         self._path = path
-        self._seen = self._read()
-        self._aliases = parse_aliases_file(self._seen)
+        self._seen: bytes | None = None
+        """As it was read last; None: it could not be read."""
+        self._refused = ""
+        """What was last said of it."""
+        data = self._seen = self._read()
+        self._aliases = parse_aliases_file(data)
 
     async def aliases(self, tenant: str, adapter: str) -> Aliases:
         """The adapter's aliases, as the last good file has them."""
@@ -83,15 +95,23 @@ class AliasesFile:
                 return
             self._seen = data
             self._aliases = parse_aliases_file(data)
-            logger.info("aliases file reloaded: %d adapters", len(self._aliases))
         except MuralError as error:
-            logger.error("the aliases file is refused, the last good one holds: %s", error.message)
+            # Once, and not for each adapter that is looked up.
+            if self._refused != error.message:
+                self._refused = error.message
+                logger.error(
+                    "%s is refused, the last good aliases hold: %s", self._path, error.message
+                )
+            return
+        self._refused = ""
+        logger.info("aliases file reloaded: %d adapters", len(self._aliases))
 
     def _read(self) -> bytes:
         try:
             with self._path.open("rb") as file:
                 return file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
+            self._seen = None
             raise InvalidInput(f"The aliases file cannot be read: {error.strerror}.") from None
 
 

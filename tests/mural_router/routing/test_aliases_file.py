@@ -35,6 +35,8 @@ def test_it_says_what_a_stores_record_says():
         b"acme: {stable: [{version: v1, weight: 0}]}",
         b"acme: {stable: [{version: v1, wieght: 1}]}",
         b"acme: {stable: [{weight: 1}]}",
+        b"acme: {a: [{version: b}], b: [{version: a}]}",
+        b"acme: {stable: [{version: stable}]}",
         b"\xff",
     ],
 )
@@ -56,6 +58,22 @@ async def test_a_change_holds_and_a_bad_one_leaves_the_last_good_one(tmp_path, c
     assert (await file.aliases("acme", "default"))["stable"][0].version == "v9"
     assert "refused" in caplog.text
     assert await file.aliases("globex", "default") == {}
+
+
+async def test_a_refusal_is_told_once_and_so_is_the_files_return(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path = tmp_path / "aliases.yaml"
+    path.write_bytes(GOOD)
+    file = AliasesFile(path)
+    for change in (lambda: path.write_bytes(b"acme: 5"), path.unlink):
+        change()
+        for tenant in ("acme", "globex", "initech"):
+            await file.aliases(tenant, "default")
+    path.write_bytes(GOOD)
+    for _ in range(3):
+        assert (await file.aliases("acme", "default"))["stable"][0].version == "v3"
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR", "INFO"]
+    assert str(path) in caplog.messages[0]
 
 
 async def test_the_file_holds_over_the_store_alias_by_alias(tmp_path):
