@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
@@ -22,9 +23,11 @@ from mural_router.settings import is_loopback
 if TYPE_CHECKING:
     from mural_router.picker import Picker
 
-__all__ = ["run_router"]
+__all__ = ["raise_file_limit", "run_router"]
 
 SETTLE_S: Final = 5.0
+FILES_BESIDE: Final = 256
+"""Files that are open beside the two connections of a request: logs, followers, admin pages."""
 
 logger = logging.getLogger("mural.router")
 
@@ -35,6 +38,7 @@ async def run_router(config: Config, *, version: str) -> int:
     Raises ``InvalidInput`` when it cannot start; nothing is left running then.
     """
     stop = _stop_on_signals()
+    raise_file_limit(2 * config.settings.http.max_connections + FILES_BESIDE)
     async with AsyncExitStack() as held:
         limiter = await open_limiter(config.settings, config.secrets)
         held.push_async_callback(limiter.close)
@@ -156,6 +160,25 @@ async def _settle(router: Router, stop: asyncio.Event) -> None:
         unsubscribe()
         stopping.cancel()
         hearing.cancel()
+
+
+def raise_file_limit(wanted: int) -> None:
+    """Have as many files open as there may be connections, or say that there may not be so many.
+
+    What is above the limit is not even refused: connections wait unheard until others end.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning(
+            "%d files may be open, and %d are needed for http.max_connections: raise the limit "
+            "(ulimit -n), or lower that setting",
+            allowed,
+            wanted,
+        )
 
 
 def _log_start(router: Router, proxy: Proxy) -> None:
