@@ -159,7 +159,7 @@ def _serve_command(
     if "tenants_file" in given:
         # Of use there for quotas and sources; who asks is the router's word.
         command += ["--tenants-file", str(given["tenants_file"])]
-    return (*command, *shlex.split(str(given.get("serve_flags", ""))))
+    return (*command, *_more_flags(given, "serve_flags"))
 
 
 def _route_command(
@@ -172,7 +172,15 @@ def _route_command(
     for flag in ("port", "admin_port", "tenants_file"):
         if flag in given:
             command += [f"--{flag.replace('_', '-')}", str(given[flag])]
-    return (*command, *shlex.split(str(given.get("route_flags", ""))))
+    return (*command, *_more_flags(given, "route_flags"))
+
+
+def _more_flags(given: Mapping[str, object], name: str) -> list[str]:
+    try:
+        return shlex.split(str(given.get(name, "")))
+    except ValueError as error:
+        flag = f"--{name.replace('_', '-')}"
+        raise InvalidInput(f"{flag} cannot be taken apart as a shell would: {error}.") from None
 
 
 def _store(path: object) -> Path:

@@ -111,3 +111,9 @@ def test_servers_believe_only_this_router_and_share_a_store_and_the_cores(tmp_pa
     assert "TOKEN" not in repr(plan)
     with pytest.raises(InvalidInput):
         make_plan({"replicas": 0})
+
+
+@pytest.mark.parametrize("name", ["serve_flags", "route_flags"])
+def test_flags_with_an_open_quotation_are_refused_with_their_name(tmp_path, name):
+    with pytest.raises(InvalidInput, match=f"--{name.replace('_', '-')} cannot be taken apart"):
+        make_plan({"adapters": str(tmp_path), "model": "m", name: "--lora-modules 'a=b"})
