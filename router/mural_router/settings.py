@@ -274,7 +274,8 @@ def convert_settings(raw: Mapping[str, object], secrets: Secrets) -> RouterSetti
 
 def _unbounded(settings: object) -> str | None:
     """Where a number stands that is infinite or none; None: nowhere."""
-    names = getattr(settings, "__struct_fields__", None) or getattr(settings, "__slots__", ())
+    names: tuple[str, ...] = getattr(settings, "__struct_fields__", ())
+    names = names or getattr(settings, "__slots__", ())
     for name in names:
         value = getattr(settings, name)
         if isinstance(value, float) and not math.isfinite(value):
