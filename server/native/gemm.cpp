@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "activation.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -232,6 +233,41 @@ struct Product {
         }
     }
 
+    // Half of the panels are gates, half what they open: y [rows, out / 2] = act(gate) * up.
+    template <class Gate>
+    void multiply_gated(std::int64_t panel, Gate&& gate) const {
+        alignas(64) float gates[MAX_TILE_ROWS * PANEL];
+        alignas(64) float ups[MAX_TILE_ROWS * PANEL];
+        const std::int64_t size = linear.out / 2, depth = blocks() * IN_BLOCK * PANEL;
+        const std::uint16_t* weight = linear.weight + panel * depth;
+        const std::uint16_t* up_weight = weight + size / PANEL * depth;
+        const int count = static_cast<int>(blocks());
+        for (std::int64_t tile = 0; tile < tiles(); ++tile) {
+            const std::int64_t begin = tile_begin(tile), end = tile_begin(tile + 1);
+            for (std::int64_t row = begin; row < end; ++row)
+                for (int i = 0; i < PANEL; i += 16)
+                    __builtin_prefetch(y + row * size + panel * PANEL + i, 1);
+            const Activation* at = packed + begin * blocks() * IN_BLOCK;
+            tile_of(end - begin)(at, weight, count, gates);
+            tile_of(end - begin)(at, up_weight, count, ups);
+            for (std::int64_t row = begin; row < end; ++row) {
+                const std::int64_t from = (row - begin) * PANEL;
+                for (int i = 0; i < PANEL; i += kWidth) {
+                    const std::int64_t column = panel * PANEL + i;
+                    const Vec opened = gate(scaled(row, column, gates + from + i));
+                    const Vec up = scaled(row, size + column, ups + from + i);
+                    store(y + row * size + column, mul(opened, up));
+                }
+            }
+        }
+    }
+
+    Vec scaled(std::int64_t row, std::int64_t column, const float* sums) const {
+        const Vec base = linear.bias ? load(linear.bias + column) : zero();
+        const Vec scale = mul(load(linear.out_scale + column), splat(row_scale[row]));
+        return fma(load(sums), scale, base);
+    }
+
     // y (+)= sums, scaled back; the first time onto bias and residual.
     void add_sums(std::int64_t row, std::int64_t column, bool first, const float* sums) const {
         const std::int64_t wanted = linear.out - column;
@@ -258,18 +294,18 @@ struct Product {
     }
 };
 
-}  // namespace
-
-MURAL_KERNEL(mural_gemm)(const MuralLinear* linear, const float* x, std::int64_t x_stride,
-                         const float* residual, std::int64_t residual_stride, float* y,
-                         void* work, std::int64_t rows, int threads) {
-    if (rows <= 0 || linear->out <= 0) return;
+Product product_of(const MuralLinear& linear, const float* x, std::int64_t x_stride,
+                   const float* residual, std::int64_t residual_stride, float* y, void* work,
+                   std::int64_t rows) {
     auto* row_scale = static_cast<float*>(work);
     // After the scales, on the next cache line.
     auto* packed = reinterpret_cast<Activation*>(row_scale + (rows + 15) / 16 * 16);
-    const Product product{*linear, x,         x_stride, residual, residual_stride,
-                          y,       row_scale, packed,   rows};
-    const std::int64_t panels = (linear->out + PANEL - 1) / PANEL;
+    return {linear, x, x_stride, residual, residual_stride, y, row_scale, packed, rows};
+}
+
+// Packs the activations, then calls each(panel) for all panels, both on the team.
+template <class Each>
+void run(const Product& product, std::int64_t panels, int threads, Each&& each) {
     std::atomic<std::int64_t> next{0};
     parallel(threads, [&](int thread, int team) {
         product.pack(thread, team);
@@ -284,8 +320,36 @@ MURAL_KERNEL(mural_gemm)(const MuralLinear* linear, const float* x, std::int64_t
                 const std::int64_t share = (panels - begin) / (2 * team);
                 end = team == 1 ? panels : begin + (share < 1 ? 1 : share);
             } while (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed));
-            for (; begin < end; ++begin) product.multiply(begin);
+            for (; begin < end; ++begin) each(begin);
             begin = next.load(std::memory_order_relaxed);
         }
     });
+}
+
+}  // namespace
+
+MURAL_KERNEL(mural_gemm)(const MuralLinear* linear, const float* x, std::int64_t x_stride,
+                         const float* residual, std::int64_t residual_stride, float* y,
+                         void* work, std::int64_t rows, int threads) {
+    if (rows <= 0 || linear->out <= 0) return;
+    const Product product = product_of(*linear, x, x_stride, residual, residual_stride, y, work, rows);
+    run(product, (linear->out + PANEL - 1) / PANEL, threads,
+        [&](std::int64_t panel) { product.multiply(panel); });
+}
+
+MURAL_KERNEL(mural_gated_gemm)(const MuralLinear* linear, const float* x, std::int64_t x_stride,
+                               std::int32_t activation, float* y, void* work, std::int64_t rows,
+                               int threads) {
+    if (rows <= 0 || linear->out <= 0) return;
+    const Product product = product_of(*linear, x, x_stride, nullptr, 0, y, work, rows);
+    const std::int64_t panels = linear->out / (2 * PANEL);
+    if (activation == 0) {
+        run(product, panels, threads, [&](std::int64_t panel) {
+            product.multiply_gated(panel, [](Vec gate) { return silu(gate); });
+        });
+    } else {
+        run(product, panels, threads, [&](std::int64_t panel) {
+            product.multiply_gated(panel, [](Vec gate) { return gelu(gate); });
+        });
+    }
 }

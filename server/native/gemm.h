@@ -32,3 +32,10 @@ struct MuralLinear {
 MURAL_KERNEL(mural_gemm)(const MuralLinear* linear, const float* x, std::int64_t x_stride,
                          const float* residual, std::int64_t residual_stride, float* y,
                          void* work, std::int64_t rows, int threads);
+
+// y [rows, out / 2] = act(gate) * up, where out is all gates, then all that they open: the widest
+// of a layer's results never goes through memory. out must be a multiple of 2 * PANEL; activation
+// 0 is SiLU, 1 GELU by tanh.
+MURAL_KERNEL(mural_gated_gemm)(const MuralLinear* linear, const float* x, std::int64_t x_stride,
+                               std::int32_t activation, float* y, void* work, std::int64_t rows,
+                               int threads);

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "activation.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -61,19 +62,6 @@ inline void norm(const float* x, int64_t size, const float* weight, float eps, f
     by_vectors(size, [&](int64_t at, int64_t n) {
         give(out + at, mul(mul(take(x + at, n), scale), take(weight + at, n)), n);
     });
-}
-
-/// x / (1 + e^-z), x times the logistic function of z.
-inline Vec times_logistic(Vec x, Vec z) {
-    return div(x, add(splat(1.0f), exponential(sub(zero(), z))));
-}
-
-inline Vec silu(Vec x) { return times_logistic(x, x); }
-
-/// 0.5 x (1 + tanh(u)) is x times the logistic function of 2 u, which is exact far out too.
-inline Vec gelu(Vec x) {
-    const Vec cube = mul(mul(x, x), x);
-    return times_logistic(x, mul(splat(1.5957691216057308f), fma(splat(0.044715f), cube, x)));
 }
 
 template <class Activation>

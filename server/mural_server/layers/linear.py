@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mural_server.layers.module import ForwardModule
-from mural_server.ops.base import Ops, PackedLinear
+from mural_server.ops.base import Activation, Ops, PackedLinear
 
 __all__ = [
     "ColumnParallelLinear",
@@ -92,6 +92,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         self, ops: Ops, in_features: int, output_sizes: Sequence[int], bias: bool = False
     ) -> None:
         super().__init__(ops, in_features, sum(output_sizes), bias, tuple(output_sizes))
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """``x`` [rows, in] → ``act(gate) * up`` [rows, out / 2]; the slices are gate and up."""
+        return self.ops.gated_linear(x, self.packed, activation)
 
 
 class QKVParallelLinear(ColumnParallelLinear):

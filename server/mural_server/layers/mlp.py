@@ -27,6 +27,6 @@ class GatedMLP(ForwardModule):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """``x`` [rows, hidden] → [rows, hidden], plus ``residual`` where given."""
-        gated = self.ops.gated(self.gate_up_proj(x), self.activation)
+        gated = self.gate_up_proj.gated(x, self.activation)
         y: Tensor = self.down_proj(gated, residual)
         return y

@@ -149,6 +149,12 @@ class Ops(ABC):
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """``gate_up`` [rows, 2 * n] → ``act(gate) * up`` [rows, n]."""
 
+    def gated_linear(
+        self, x: torch.Tensor, packed: PackedLinear, activation: Activation
+    ) -> torch.Tensor:
+        """`gated` of `linear`: ``x`` [rows, in] → [rows, out / 2]."""
+        return self.gated(self.linear(x, packed), activation)
+
     @abstractmethod
     def write_kv(
         self, kv: KVLayer, keys: torch.Tensor, values: torch.Tensor, kv_slots: torch.Tensor

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from mural_server.ops import NativeOps, ReferenceOps
+from mural_server.ops.base import Activation
 from mural_server.ops.native.library import ISAS, Isa, available, load
 from mural_server.ops.native.linear import NativeLinear
 
@@ -215,3 +216,32 @@ def test_float32_weights_are_multiplied_in_float32(ops: NativeOps, rows: int) ->
     y = wide.linear(x, wide.pack_linear(weight), other)
     expected = REFERENCE.linear(x, REFERENCE.pack_linear(weight), other)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("rows", [0, 1, 16, 29, 130])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(64, 1), (192, 65), (320, 576), (96, 64), (128, 1100)]
+)
+def test_a_gated_product_is_the_gate_of_the_product(
+    ops: NativeOps, activation: Activation, rows: int, out_features: int, in_features: int
+) -> None:
+    """Whether or not one kernel makes both; (96, 64) and (128, 1100) are for none."""
+    weight = torch.randn(out_features, in_features).div(in_features**0.5).bfloat16()
+    packed = ops.pack_linear(weight, torch.randn(out_features).bfloat16())
+    x = torch.randn(rows, 2 * in_features)[:, :in_features]
+    gated = ops.gated_linear(x, packed, activation)
+    assert gated.shape == (rows, out_features // 2)
+    torch.testing.assert_close(
+        gated, ops.gated(ops.linear(x, packed), activation), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_gated_product_keeps_what_is_not_finite_in_its_row(ops: NativeOps) -> None:
+    packed = ops.pack_linear(torch.randn(128, 64).bfloat16())
+    x = torch.randn(40, 64)
+    x[3, 5] = torch.nan
+    gated = ops.gated_linear(x, packed, "silu")
+    assert gated[3].isnan().all()
+    assert gated[:3].isfinite().all()
+    assert gated[4:].isfinite().all()

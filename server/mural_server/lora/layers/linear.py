@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mural_server.layers.linear import LinearBase
+from mural_server.layers.linear import LinearBase, MergedColumnParallelLinear
 from mural_server.lora.layers.base import BaseLayerWithLoRA
 from mural_server.lora.punica.base import PunicaWrapper
 from mural_server.lora.stack import LoRAStack
+from mural_server.ops.base import Activation
 
 __all__ = [
     "ColumnParallelLinearWithLoRA",
@@ -48,6 +49,14 @@ class ColumnParallelLinearWithLoRA(LinearWithLoRA):
 
 class MergedColumnParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):
     """Gate and up as one layer: a slice of the stack each."""
+
+    base_layer: MergedColumnParallelLinear
+
+    def gated(self, x: Tensor, activation: Activation) -> Tensor:
+        """As the base's; adapters add to what goes into the gate, so that is computed first."""
+        if self.stack.slots & self.punica.active_slots:
+            return self.base_layer.ops.gated(self(x), activation)
+        return self.base_layer.gated(x, activation)
 
 
 class QKVParallelLinearWithLoRA(ColumnParallelLinearWithLoRA):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import math
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_int32, c_int64, c_void_p
 
 import torch
 
-from mural_server.ops.base import PackedLinear
+from mural_server.ops.base import Activation, PackedLinear
 from mural_server.ops.native.library import NativeLibrary
 from mural_server.ops.native.weight_arena import WeightArena
 
@@ -22,6 +22,11 @@ HALF_LIMIT = 60000.0
 """Below float16's 65504 by more than the roundings of a sum of IN_BLOCK products."""
 
 WORK_ALIGNMENT = 64
+
+GATED_INPUTS = 1024
+"""Of more, two panels of weights do not stay near while all rows pass over them."""
+
+ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 
 class _LinearStruct(ctypes.Structure):
@@ -61,6 +66,11 @@ class NativeLinear(PackedLinear):
             limit_exponent,
         )
         self.address = ctypes.addressof(self.struct)
+
+    @property
+    def fits_gate(self) -> bool:
+        """The kernel makes gate and what it opens in one go: whole panels, inputs of one pass."""
+        return self.out_features % (2 * PANEL) == 0 and self.in_features <= GATED_INPUTS
 
 
 def can_pack(weight: torch.Tensor, *, exact: bool) -> bool:
@@ -117,6 +127,10 @@ class NativeMultiply:
                 *(c_int64, c_int),
             ),
         )
+        self._gated_kernel = library.kernel(
+            "mural_gated_gemm",
+            (c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_int64, c_int),
+        )
         self._element_bytes = 2 if library.isa == "avx512fp16" else 4
 
     def __call__(
@@ -127,7 +141,7 @@ class NativeMultiply:
         other = None if residual is None else _rows_in_float32(residual)
         rows = wide.shape[0]
         y = torch.empty(rows, packed.out_features, dtype=torch.float32)
-        work = torch.empty(self._work_bytes(rows, packed.in_features), dtype=torch.uint8)
+        work = self._work(rows, packed.in_features)
         self._kernel(
             packed.address,
             wide.data_ptr(),
@@ -141,10 +155,29 @@ class NativeMultiply:
         )
         return y if x.dtype == torch.float32 else y.to(x.dtype)
 
-    def _work_bytes(self, rows: int, in_features: int) -> int:
+    def gated(self, x: torch.Tensor, packed: NativeLinear, activation: Activation) -> torch.Tensor:
+        """As `Ops.gated_linear`, for a ``packed`` that fits; rows may have any stride."""
+        wide = _rows_in_float32(x)
+        rows = wide.shape[0]
+        y = torch.empty(rows, packed.out_features // 2, dtype=torch.float32)
+        work = self._work(rows, packed.in_features)
+        self._gated_kernel(
+            packed.address,
+            wide.data_ptr(),
+            wide.stride(0),
+            ACTIVATION_CODES[activation],
+            y.data_ptr(),
+            -(-work.data_ptr() // WORK_ALIGNMENT) * WORK_ALIGNMENT,
+            rows,
+            torch.get_num_threads(),
+        )
+        return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+    def _work(self, rows: int, in_features: int) -> torch.Tensor:
         """A scale a row, padded to a cache line, then the activations in whole blocks."""
         width = -(-in_features // IN_BLOCK) * IN_BLOCK
-        return 4 * (-(-rows // 16) * 16) + rows * width * self._element_bytes + WORK_ALIGNMENT
+        size = 4 * (-(-rows // 16) * 16) + rows * width * self._element_bytes + WORK_ALIGNMENT
+        return torch.empty(size, dtype=torch.uint8)
 
 
 def _rows_in_float32(x: torch.Tensor) -> torch.Tensor:

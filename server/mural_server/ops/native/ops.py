@@ -64,6 +64,13 @@ class NativeOps(PackedOps):
     def gated(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         return self._rows.gated(gate_up, activation)
 
+    def gated_linear(
+        self, x: torch.Tensor, packed: PackedLinear, activation: Activation
+    ) -> torch.Tensor:
+        if isinstance(packed, NativeLinear) and packed.fits_gate:
+            return self._multiply.gated(x, packed, activation)
+        return super().gated_linear(x, packed, activation)
+
     def write_kv(
         self, kv: KVLayer, keys: torch.Tensor, values: torch.Tensor, kv_slots: torch.Tensor
     ) -> None:

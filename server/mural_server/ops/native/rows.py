@@ -14,10 +14,9 @@ from mural_server.ops.base import Activation
 from mural_server.ops.batch import KVLayer
 from mural_server.ops.native.attention import DTYPE_CODES
 from mural_server.ops.native.library import NativeLibrary
+from mural_server.ops.native.linear import ACTIVATION_CODES
 
 __all__ = ["NativeRows"]
-
-ACTIVATION_CODES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 
 class _Pool(ctypes.Structure):
