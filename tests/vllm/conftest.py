@@ -106,6 +106,12 @@ class VLLM:
         body = {"lora_name": model}
         assert self.client.post("/v1/unload_lora_adapter", json=body).status_code == 200
 
+    def kill(self) -> None:
+        """As a lost machine: its workers would outlive it."""
+        family = [*psutil.Process(self.process.pid).children(recursive=True), self.process]
+        for process in family:
+            process.kill()
+
     def warned(self, *parts: str) -> bool:
         """Whether one line of the log, a warning, has all the parts."""
         lines = self.log.read_text(errors="replace").splitlines()

@@ -180,7 +180,7 @@ def test_vllms_own_load_generator_runs_through_the_router(fleet, vllm_command, b
 def test_a_killed_vllm_is_left_and_its_adapters_answer_elsewhere(fleet, reference) -> None:
     _, _, home = fleet.complete("acme", "acme:v1", reference.prompts[0])
     lost = fleet.servers[("one", "two").index(home)]
-    lost.process.kill()
+    lost.kill()
     text, _, elsewhere = fleet.complete("acme", "acme:v1", reference.prompts[0])
     assert text == reference.texts["acme:v1"][0]
     assert elsewhere != home
