@@ -16,7 +16,7 @@ from mural_resolvers.errors import Unauthorized
 from mural_resolvers.tenants import ADMIN, ANYONE, KeyRing, Principal, StoredKey, TenantsFile
 from mural_router.fleet.endpoint import Engine
 
-__all__ = ["Authenticator", "RouterAuth", "upstream_identity"]
+__all__ = ["Authenticator", "RouterAuth", "tenant_salt", "upstream_identity"]
 
 RouterAuth = Literal["keys", "open"]
 
@@ -111,3 +111,13 @@ def upstream_identity(
     if digest is not None:
         headers.append(("x-mural-digest", digest))
     return tuple(headers)
+
+
+def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> str:
+    """What keeps a tenant's prefix blocks apart on an engine that knows no tenants.
+
+    How fast an answer comes must not tell one tenant what another asked. A client's own salt
+    only narrows; without the secret nobody can name another tenant's.
+    """
+    text = f"{tenant}\0{cache_salt or ''}".encode("utf-8", "surrogatepass")
+    return hmac.digest(secret, text, "sha256").hex()

@@ -30,6 +30,7 @@ PREFIX_BYTES: Final = 256
 _KEY = b'"model"'
 _OPTIONS = b'"stream_options"'
 _ASK_USAGE = b',"stream_options":{"include_usage":true}'
+_SALT = b'"cache_salt"'
 _MEMBER = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\]|\\.)*")')
 # A letter of "model" that is written as an escape: then a key may be "model" without looking so.
 _QUOTE = ord('"')
@@ -52,6 +53,7 @@ class _Body(msgspec.Struct):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     user: str | None = None
+    cache_salt: str | None = None
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()
 
@@ -74,6 +76,8 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     max_tokens: int | None
     """Of one sequence."""
     user: str | None
+    cache_salt: str | None
+    """By which the client keeps its prefix blocks apart from others'."""
     prefix: int | None
     """Hash of the first bytes of the prompt; None: there is none."""
     prompt_bytes: int
@@ -87,25 +91,36 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         """Whether `for_replica` asks for a usage that the client did not ask for."""
         return self.stream and not self.include_usage
 
-    def for_replica(self, model: str) -> bytes:
-        """The body with another model in it, and with the usage asked for where it streams."""
+    def for_replica(self, model: str, salt: str | None = None) -> bytes:
+        """The body with another model in it, and with the usage asked for where it streams.
+
+        ``salt`` (letters and digits) takes the place of the client's own.
+        """
         asks = self.hides_usage
-        if model == self.model and not asks:
+        if model == self.model and not asks and salt is None:
             return self.body
         value = msgspec.json.encode(model)
-        if self._at is None or (asks and _OPTIONS in self.body):
-            return self._encoded(value, asks)
+        if (
+            self._at is None
+            or (asks and _OPTIONS in self.body)
+            or (salt is not None and _SALT in self.body)
+        ):
+            return self._encoded(value, asks, salt)
         start, end = self._at
         added = _ASK_USAGE if asks else b""
+        if salt is not None:
+            added += b',"cache_salt":"%b"' % salt.encode()
         return b"".join((self.body[:start], value, added, self.body[end:]))
 
-    def _encoded(self, model: bytes, asks: bool) -> bytes:
+    def _encoded(self, model: bytes, asks: bool, salt: str | None) -> bytes:
         members = _decoded_members(self.body)
         members["model"] = msgspec.Raw(model)
         if asks:
             options = _given(members, "stream_options", dict[str, msgspec.Raw], "an object") or {}
             options["include_usage"] = msgspec.Raw(b"true")
             members["stream_options"] = msgspec.Raw(msgspec.json.encode(options))
+        if salt is not None:
+            members["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         return msgspec.json.encode(members)
 
 
@@ -127,15 +142,16 @@ def inspect_body(data: bytes) -> Inspected:
         sequences=_count(body.n, 1) * _prompts(completed),
         max_tokens=_max_tokens(body),
         user=body.user or None,
+        cache_salt=body.cache_salt,
         prefix=_prefix(prompt) if prompt else None,
         prompt_bytes=len(prompt),
         body=data,
         _at=place,
     )
-    if inspected.hides_usage and _OPTIONS in data:
-        # Its members will be written anew. Where that cannot be, the request is refused now, and
+    if (inspected.hides_usage and _OPTIONS in data) or _SALT in data:
+        # Its members may be written anew. Where that cannot be, the request is refused now, and
         # not when it has been given a place.
-        inspected.for_replica(inspected.model)
+        inspected.for_replica(inspected.model, "0")
     return inspected
 
 
@@ -178,7 +194,8 @@ def _forgiving(data: bytes) -> _Body:
         n=_given(members, "n", int, "a whole number"),
         max_tokens=_given(members, "max_tokens", int, "a whole number"),
         max_completion_tokens=_given(members, "max_completion_tokens", int, "a whole number"),
-        user=_user(members),
+        user=_hint(members, "user"),
+        cache_salt=_hint(members, "cache_salt"),
         prompt=members.get("prompt", msgspec.Raw()),
         messages=members.get("messages", msgspec.Raw()),
     )
@@ -194,10 +211,10 @@ def _given(members: dict[str, msgspec.Raw], name: str, kind: type[T], wanted: st
         raise InvalidInput(f"The body's {name} is not {wanted}.") from None
 
 
-def _user(members: dict[str, msgspec.Raw]) -> str | None:
-    """A hint and no more: any other type of it is left to the replica."""
+def _hint(members: dict[str, msgspec.Raw], name: str) -> str | None:
+    """A text that nothing is decided by: any other type of it is left to the replica."""
     try:
-        return _text.decode(members["user"])
+        return _text.decode(members[name])
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 

@@ -10,7 +10,7 @@ import msgspec
 
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tracing import Trace
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.limits.limiter import Hold
 from mural_router.limits.queue import Turn
 from mural_router.placement import PlacementRequest
@@ -25,6 +25,7 @@ __all__ = ["Admitted", "Forwarded", "RoutedRequest", "Story"]
 
 Headers = tuple[tuple[str, str], ...]
 Identity = Callable[[Endpoint], Headers]
+BodyFor = Callable[[Engine], bytes]
 
 
 class Admitted(NamedTuple):
@@ -153,7 +154,7 @@ class RoutedRequest(Routed):
         self,
         admitted: Admitted,
         *,
-        body: bytes,
+        body_for: BodyFor,
         stream: bool,
         hide_usage: bool,
         story: Story,
@@ -162,7 +163,7 @@ class RoutedRequest(Routed):
         identity: Identity,
         clock: Callable[[], float],
     ) -> None:
-        self.body = body
+        self._body_for = body_for
         self.stream = stream
         self.hide_usage = hide_usage
         self._admitted = admitted
@@ -240,6 +241,7 @@ class RoutedRequest(Routed):
         story, target = self._story, self._admitted.target
         self._attempt = attempt
         self.endpoint = attempt.endpoint
+        self.body = self._body_for(attempt.endpoint.engine)
         story.replica, story.reason = attempt.endpoint.name, attempt.reason
         story.digest = attempt.digest or target.digest
         story.attempts += 1

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, NoReturn
 from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, quoted
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tracing import Trace, Tracing
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.limits.estimate import estimate_tokens
 from mural_router.limits.limiter import Hold, Limiter
 from mural_router.limits.queue import FairQueue, Turn
@@ -23,7 +23,7 @@ from mural_router.placement import PlacementRequest, order
 from mural_router.routing.access_log import AccessLog, for_log
 from mural_router.routing.ask import Ask, Routed, Routing
 from mural_router.routing.dispatch import Attempt, Dispatch
-from mural_router.routing.identity import Authenticator, upstream_identity
+from mural_router.routing.identity import Authenticator, tenant_salt, upstream_identity
 from mural_router.routing.inspect_body import Inspected, inspect_body
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.models import ModelCards
@@ -103,6 +103,7 @@ class FleetRouting(Routing):
         # Unique among routers and restarts; to draw each one costs more than to count.
         self._request_prefix = f"req-{secrets.token_hex(10)}"
         self._request_numbers = itertools.count(1)
+        self._salt_secret = secrets.token_bytes(32)
 
     # -- inference ----------------------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class FleetRouting(Routing):
         body = asked.body
         return RoutedRequest(
             Admitted(asked.principal, target, placement, hold, turn, asked.counted),
-            body=body.for_replica(target.model),
+            body_for=partial(self._body, asked, target.model),
             stream=body.stream,
             hide_usage=body.hides_usage,
             story=asked.story,
@@ -342,6 +343,15 @@ class FleetRouting(Routing):
         options = self.options
         token = options.vllm_api_key if endpoint.engine == "vllm" else options.router_token
         return upstream_identity(endpoint.engine, principal, token=token, digest=digest)
+
+    def _body(self, asked: _Asked, model: str, engine: Engine) -> bytes:
+        tenant, salt = asked.principal.tenant, None
+        if engine == "vllm" and tenant is not None and asked.counted:
+            # Routers that share a token share the pods' prefix blocks, too.
+            token = self.options.router_token
+            secret = self._salt_secret if token is None else token.encode()
+            salt = tenant_salt(secret, tenant, asked.body.cache_salt)
+        return asked.body.for_replica(model, salt)
 
     def _refused(self, story: Story, error: MuralError) -> NoReturn:
         self._ended(story, error)

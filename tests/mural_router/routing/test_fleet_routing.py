@@ -540,3 +540,23 @@ async def test_a_request_that_has_to_wait_and_never_does_holds_nothing():
     for each in running:
         done(each)
     assert made.limiter.snapshot().tenants[0].sequences == 0
+
+
+async def test_on_vllm_each_tenants_prefix_blocks_are_its_own_and_a_clients_salt_only_narrows():
+    async def salt(made: Made, tenant: str, model: str = "tiny", **more: object) -> object:
+        routed = await made.ask(model, tenant=tenant, **more)
+        done(routed)
+        return json.loads(routed.body).get("cache_salt")
+
+    one, two = Made(MadeUpFleet({}, engine="vllm")), Made(MadeUpFleet({}, engine="vllm"))
+    acme = await salt(one, "acme")
+    assert isinstance(acme, str)
+    assert len(acme) >= 32
+    # Routers with one token share what the pods have cached.
+    assert acme == await salt(two, "acme") == await salt(one, "acme", stream=True)
+    assert await salt(one, "globex") not in (acme, None)
+    narrowed = await salt(one, "acme", cache_salt="mine")
+    assert narrowed not in (acme, "mine")
+    assert await salt(one, "globex", cache_salt=acme) not in (acme, await salt(one, "globex"))
+    # A Mural server salts by the tenant that it is told.
+    assert await salt(Made(MadeUpFleet({})), "acme") is None

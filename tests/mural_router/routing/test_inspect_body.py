@@ -231,3 +231,25 @@ def test_what_is_no_stream_or_asks_for_the_usage_itself_is_left_as_it_is() -> No
         b'{"model":"a","stream":true,"stream_options":{"include_usage":true}}',
     ):
         assert inspect_body(data).for_replica("a") is data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"model":"a","prompt":"x"}',
+        b'{"model":"a","prompt":"x","stream":true}',
+        b'{"model":"a","cache_salt":"own","prompt":"x"}',
+        b'{"model":"a","cache_salt":7,"prompt":"x","stream":true}',
+        b'{"prompt":"x","model":"b","model":"a","cache_salt":"own"}',
+    ],
+)
+def test_a_salt_takes_the_place_of_the_clients(data: bytes) -> None:
+    inspected = inspect_body(data)
+    sent = json.loads(inspected.for_replica("a", "5a17"))
+    assert sent == json.loads(inspected.for_replica("a")) | {"cache_salt": "5a17"}
+    assert inspected.cache_salt == ("own" if b'"own"' in data else None)
+
+
+def test_a_salt_beside_a_key_that_is_no_text_is_refused_before_the_request_has_a_place() -> None:
+    with pytest.raises(InvalidInput):
+        inspect_body(b'{"model":"a","cache_salt":"own","\xff":1}')
