@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from mural_resolvers.names import parse_name
 from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator
 from mural_resolvers.resolver import LoRAResolver
+from mural_resolvers.sources import build_resolvers, read_sources
 from mural_resolvers.tenants import Principal
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/write-a-resolver.md"
@@ -47,10 +49,17 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
     await serving
 
 
+def printed(language: str) -> str:
+    """The first example in a language."""
+    found = re.findall(
+        rf"```{language}[^\n]*\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
+    return str(found[0])
+
+
 def example(url: str) -> LoRAResolver:
-    snippet = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[0]
     named: dict[str, object] = {}
-    exec(compile(snippet, str(PAGE), "exec"), named)
+    exec(compile(printed("python"), str(PAGE), "exec"), named)
     factory = named["web"]
     assert callable(factory)
     made = factory("web", {"url": url}, DEFAULT_LIMITS)
@@ -78,3 +87,24 @@ async def test_the_printed_resolver_serves_what_a_web_server_has(tmp_path: Path,
     await registry.close()
 
     assert found.manifest == build_manifest(folder)
+
+
+def test_an_installed_package_adds_a_type_of_source_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = tmp_path / "site-packages"
+    installed = site / "my_package-1.0.dist-info"
+    installed.mkdir(parents=True)
+    (site / "my_package.py").write_text(printed("python"))
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    declared = tomllib.loads(printed("toml"))["project"]["entry-points"]["mural.resolvers"]
+    lines = [f"{name} = {place}" for name, place in declared.items()]
+    (installed / "entry_points.txt").write_text("\n".join(["[mural.resolvers]", *lines]))
+    monkeypatch.syspath_prepend(str(site))
+    sources = tmp_path / "sources.yaml"
+    sources.write_text("resolvers: [{type: web, url: 'http://127.0.0.1:9'}]")
+
+    [resolver] = build_resolvers(read_sources(sources).resolvers)
+
+    assert resolver.name == "web"
+    assert type(resolver).__module__ == "my_package"
