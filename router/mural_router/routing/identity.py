@@ -10,6 +10,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Final, Literal
 
 from mural_resolvers.errors import Unauthorized
@@ -22,6 +23,7 @@ RouterAuth = Literal["keys", "open"]
 
 MAX_AUTHORIZATION_CHARS: Final = 512
 MAX_GOOD_KEYS: Final = 8_192
+MAX_SALTS: Final = 8_192
 ADMIN_PRINCIPAL: Final = Principal(tenant=None, rights=frozenset({ADMIN}), key_id="api-key")
 
 
@@ -113,6 +115,7 @@ def upstream_identity(
     return tuple(headers)
 
 
+@lru_cache(maxsize=MAX_SALTS)
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> str:
     """What keeps a tenant's prefix blocks apart on an engine that knows no tenants.
 
