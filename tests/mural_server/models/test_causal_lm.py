@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from mural_server.ops.base import Activation
 from mural_server.ops.batch import AttentionSpec
 
 FAMILIES = ["llama", "llama_untied", "mistral", "qwen2", "qwen3", "gemma3"]
@@ -55,7 +56,7 @@ def test_base_weights_come_back_bit_for_bit(family: str, dtype, tiny_model, load
 
 
 class Doubling(nn.Module):
-    """Stands where a LoRA wrapper would: same call, another answer."""
+    """Stands where a LoRA wrapper would: same calls, another answer."""
 
     def __init__(self, base_layer: nn.Module) -> None:
         super().__init__()
@@ -63,6 +64,10 @@ class Doubling(nn.Module):
 
     def forward(self, *arguments: torch.Tensor | None) -> torch.Tensor:
         return self.base_layer(*arguments) * 2
+
+    def gated(self, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+        """What the feed-forward block asks of gate and up."""
+        return self.base_layer.gated(x, activation) * 2
 
 
 @pytest.mark.parametrize(
