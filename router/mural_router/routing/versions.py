@@ -133,7 +133,7 @@ class VersionSettings:
 
     ttl_s: float = 5.0
     timeout_s: float = 2.0
-    max_adapters: int = MAX_ADAPTERS
+    max_adapters: int = 10_000
 
 
 class Versions:
