@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from typing import Final
 
 from mural_resolvers.errors import InvalidInput, quoted
 
-__all__ = ["parse_size"]
+__all__ = ["parse_size", "size_argument"]
 
 _SIZE = re.compile(r"([0-9]{1,18})([kmgt]?)(i?)b?", re.IGNORECASE)
 _POWER: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -21,3 +22,11 @@ def parse_size(text: str) -> int:
     step = 1024 if match[3] else 1000
     size: int = int(match[1]) * step ** _POWER[match[2].lower()]
     return size
+
+
+def size_argument(text: str) -> int:
+    """`parse_size` as the ``type`` of a command's flag."""
+    try:
+        return parse_size(text)
+    except InvalidInput as error:
+        raise argparse.ArgumentTypeError(error.message) from None

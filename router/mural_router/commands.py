@@ -8,22 +8,20 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mural_resolvers.errors import InvalidInput, MuralError
-from mural_resolvers.sizes import parse_size
+from mural_resolvers.secret_text import read_secret
+from mural_resolvers.sizes import size_argument
 from mural_resolvers.stderr_log import log_to_stderr
 
-__all__ = ["RouteCommand", "flag_settings", "read_secret", "route"]
+__all__ = ["RouteCommand", "flag_settings", "route"]
 
 GARBAGE_LOOKED_AT: Final = 10_000
 """Objects made and not freed, after which the collector looks at the young ones."""
 API_KEY_VARIABLE: Final = "MURAL_API_KEY"
-MAX_SECRET_BYTES: Final = 4096
-_SECRET: Final = re.compile(rf"[!-~]{{0,{MAX_SECRET_BYTES}}}")
 
 SECRETS: Final = (
     # (field, flag of its file, environment variable)
@@ -156,38 +154,6 @@ def _spare_the_collector() -> None:
     gc.set_threshold(GARBAGE_LOOKED_AT, 10, 10)
 
 
-def read_secret(
-    path: object, flag: str, variable: str, environment: Mapping[str, str]
-) -> str | None:
-    """From the file, else from the environment; None: from neither.
-
-    Blanks around it are no part of it. Raises ``InvalidInput``, without what was read.
-    """
-    if isinstance(path, str):
-        where = f"--{flag.replace('_', '-')}: {path}"
-        secret = _file_text(path, where).strip()
-        if not secret:
-            raise InvalidInput(f"{where} is empty.")
-    else:
-        where, secret = variable, environment.get(variable, "").strip()
-    if not _SECRET.fullmatch(secret):
-        # It goes into a header or a URL: a line's end in it would make two of one.
-        raise InvalidInput(
-            f"{where}: one word of at most {MAX_SECRET_BYTES} ASCII characters is wanted."
-        )
-    return secret or None
-
-
-def _file_text(path: str, where: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            return file.read(2 * MAX_SECRET_BYTES)
-    except OSError as error:
-        raise InvalidInput(f"{where}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise InvalidInput(f"{where} is not ASCII text.") from None
-
-
 def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version
 
@@ -245,7 +211,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ssl-keyfile", metavar="FILE", help="and its key")
     group.add_argument(
         "--max-body-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="larger inference requests are refused unread (default 8Mi)",
     )
@@ -341,14 +307,6 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), help="default info"
     )
-
-
-def _size(text: str) -> int:
-    """``512``, ``512Mi``, ``2G``."""
-    try:
-        return parse_size(text)
-    except InvalidInput as error:
-        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

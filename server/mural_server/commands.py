@@ -16,7 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from mural_resolvers.errors import InvalidInput, MuralError
-from mural_resolvers.sizes import parse_size
+from mural_resolvers.secret_text import read_secret
+from mural_resolvers.sizes import size_argument
 from mural_resolvers.stderr_log import log_to_stderr
 from mural_server.settings import EngineSettings, LoRAModule, ServerSettings, SettingsError
 
@@ -26,7 +27,6 @@ RUNTIME_UPDATING_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 CONTROL_TOKEN_VARIABLE = "MURAL_CONTROL_TOKEN"
 ROUTER_TOKEN_VARIABLE = "MURAL_ROUTER_TOKEN"
 API_KEY_VARIABLE = "MURAL_API_KEY"
-MAX_TOKEN_FILE_BYTES = 4096
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -100,7 +100,12 @@ def server_settings(given: Mapping[str, object], environment: Mapping[str, str])
         ("control_token", CONTROL_TOKEN_VARIABLE),
         ("router_token", ROUTER_TOKEN_VARIABLE),
     ):
-        if token := _token(given, environment, field, variable):
+        flag = f"{field}_file"
+        try:
+            token = read_secret(given.get(flag), flag, variable, environment)
+        except InvalidInput as error:
+            raise SettingsError(error.message) from None
+        if token is not None:
             fields[field] = token
     if given.get("no_control"):
         fields["control_port"] = None
@@ -116,29 +121,6 @@ def _converted(fields: dict[str, object], kind: type[Settings]) -> Settings:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise SettingsError(f"{error}") from None
-
-
-def _token(
-    given: Mapping[str, object], environment: Mapping[str, str], field: str, variable: str
-) -> str | None:
-    """A token of its file, or else of the environment."""
-    path = given.get(f"{field}_file")
-    if isinstance(path, str):
-        return _read_secret(path, f"--{field.replace('_', '-')}-file")
-    return environment.get(variable)
-
-
-def _read_secret(path: str, flag: str) -> str:
-    try:
-        with open(path, encoding="ascii") as file:
-            secret = file.read(MAX_TOKEN_FILE_BYTES).strip()
-    except OSError as error:
-        raise SettingsError(f"{flag}: {path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{flag}: {path} is not ASCII text.") from None
-    if not secret:
-        raise SettingsError(f"{flag}: {path} is empty.")
-    return secret
 
 
 # Those of HTTP and S3 clients hold signed URLs and headers on top.
@@ -232,7 +214,7 @@ def _add_batch_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-cache-memory-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="memory for KV blocks, as 512Mi or 2G (default: a quarter of what is free after the "
         "base is loaded, 64Mi to 4Gi)",
@@ -299,7 +281,7 @@ def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--adapter-cache-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="its quota (default 10Gi)",
     )
@@ -324,7 +306,7 @@ def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-cpu-lora-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="host memory for them (default: a tenth of what is free, 64Mi to 4Gi)",
     )
@@ -386,7 +368,7 @@ def _add_http_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-body-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="larger requests are refused unread (default 8Mi)",
     )
@@ -490,7 +472,7 @@ def _add_upload_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--upload-max-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="all files of one upload (default 2Gi)",
     )
@@ -502,7 +484,7 @@ def _add_upload_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--upload-quota-bytes",
-        type=_size,
+        type=size_argument,
         metavar="BYTES",
         help="and their bytes (default 20Gi)",
     )
@@ -518,14 +500,6 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
         help=f"holds its token (or {CONTROL_TOKEN_VARIABLE}); needed off loopback",
     )
     group.add_argument("--no-control", action="store_true", help="leave the control API out")
-
-
-def _size(text: str) -> int:
-    """``512``, ``512Mi``, ``2G``."""
-    try:
-        return parse_size(text)
-    except InvalidInput as error:
-        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def _lora_module(text: str) -> LoRAModule:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mural_resolvers.errors import InvalidInput
-from mural_router.commands import PLACES, flag_settings, read_secret, route
+from mural_router.commands import PLACES, flag_settings, route
 from mural_router.config import Config
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
@@ -152,15 +152,6 @@ def test_a_token_of_the_environment_is_held_to_the_same(monkeypatch, capsys):
     message = capsys.readouterr().err
     assert "MURAL_ROUTER_TOKEN" in message
     assert "two" not in message
-
-
-def test_the_end_of_a_line_is_no_part_of_a_token(tmp_path):
-    (tmp_path / "token").write_text("  the-token\n")
-    flag = str(tmp_path / "token")
-    assert read_secret(flag, "router_token_file", "MURAL_ROUTER_TOKEN", {}) == "the-token"
-    environment = {"MURAL_ROUTER_TOKEN": "other\n"}
-    assert read_secret(None, "router_token_file", "MURAL_ROUTER_TOKEN", environment) == "other"
-    assert read_secret(None, "router_token_file", "MURAL_ROUTER_TOKEN", {}) is None
 
 
 def test_an_access_log_that_cannot_be_written_is_told_at_the_start(tmp_path, capsys):
