@@ -68,7 +68,7 @@ format: $(STAMP) ## Put the style right
 	@$(BIN)/ruff format .
 
 types: $(STAMP) ## Check types (mypy --strict)
-	@$(BIN)/mypy -p mural_resolvers -p mural_server -p mural_router
+	@$(BIN)/mypy -p mural_resolvers -p mural_server -p mural_router -p mural_operator
 	@$(BIN)/mypy examples benchmarks
 
 imports: $(STAMP) ## Check which room may import which

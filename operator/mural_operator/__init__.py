@@ -1,0 +1,1 @@
+"""Keeps declared adapters resident: custom resources in, the servers' control API out."""
