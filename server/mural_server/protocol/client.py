@@ -9,13 +9,14 @@ import asyncio
 import ssl as tls
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from typing import Literal, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from mural_server.protocol.exchange import Exchange, ExchangeError, exchange
 from mural_server.protocol.wire import (
+    AdapterResidency,
     AdapterStatus,
     DeclaredAnswer,
     DeclaredRequest,
@@ -119,11 +120,12 @@ class ControlClient:
         name: str,
         *,
         digest: str | None = None,
-        level: Literal["host", "slot"] = "host",
+        level: AdapterResidency = "host",
         pinned: bool = False,
+        source: str | None = None,
     ) -> AdapterStatus:
-        """Have an adapter loaded; idempotent. 409: other content; 422: unusable."""
-        body = ResidentRequest(name=name, digest=digest, level=level, pinned=pinned)
+        """Have an adapter loaded, or on disk; idempotent. 409: other content; 422: unusable."""
+        body = ResidentRequest(name=name, digest=digest, level=level, pinned=pinned, source=source)
         return await self._call(
             "PUT", "/mural/v1/resident", body, AdapterStatus, self._load_timeout_s
         )

@@ -174,8 +174,11 @@ class ResidentRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
     digest: str | None = None
     """The content that is meant: another one is a conflict (409)."""
-    level: Literal["host", "slot"] = "host"
+    level: AdapterResidency = "host"
+    """``disk``: its files are fetched into the disk cache, and what is resident stays as it is."""
     pinned: bool = False
+    source: str | None = None
+    """The one source that is asked; None: all, in their order."""
 
 
 class Freed(msgspec.Struct, kw_only=True, frozen=True):
