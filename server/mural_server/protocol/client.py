@@ -83,6 +83,7 @@ class ControlClient:
 
     ``timeout_s`` bounds each short call. ``idle_timeout_s`` bounds the silence of the state
     stream, whose heartbeats come more often. Unloading drains, so `remove` has a longer bound.
+    ``server_name`` is what its certificate must be for, where it is reached by address.
     ``max_event_bytes`` bounds one event of the stream: a snapshot takes about 250 bytes a name.
     """
 
@@ -93,6 +94,7 @@ class ControlClient:
         *,
         token: str | None = None,
         ssl: tls.SSLContext | None = None,
+        server_name: str | None = None,
         timeout_s: float = 10.0,
         load_timeout_s: float = 120.0,
         idle_timeout_s: float = 15.0,
@@ -102,6 +104,7 @@ class ControlClient:
         self._port = port
         self._token = token
         self._ssl = ssl
+        self._server_name = server_name
         self._timeout_s = timeout_s
         self._load_timeout_s = load_timeout_s
         self._idle_timeout_s = idle_timeout_s
@@ -225,6 +228,7 @@ class ControlClient:
                 body=body,
                 headers=headers,
                 ssl=self._ssl,
+                server_name=self._server_name,
                 connect_timeout_s=self._timeout_s,
                 # A load or an unload answers only when it is done: the caller's bound is longer.
                 answer_timeout_s=self._load_timeout_s,

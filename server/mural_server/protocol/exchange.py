@@ -129,18 +129,24 @@ async def exchange(
     body: bytes = b"",
     headers: Mapping[str, str] | None = None,
     ssl: tls.SSLContext | None = None,
+    server_name: str | None = None,
     connect_timeout_s: float,
     answer_timeout_s: float,
 ) -> AsyncIterator[Exchange]:
     """Send a request and wait for the answer's head; the connection ends with the context.
 
+    ``server_name`` is what the peer's certificate must be for, where it is not for ``host``.
     Raises `ExchangeError`, also for what goes wrong while the caller reads the body.
     """
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(connect_timeout_s):
             reader, writer = await asyncio.open_connection(
-                host, port, ssl=ssl, limit=MAX_HEAD_LINE_BYTES
+                host,
+                port,
+                ssl=ssl,
+                server_hostname=None if ssl is None else server_name or host,
+                limit=MAX_HEAD_LINE_BYTES,
             )
         writer.write(_request_head(host, port, method, path, len(body), headers or {}) + body)
         async with asyncio.timeout(answer_timeout_s):
