@@ -6,7 +6,7 @@ through and the present one would not is `InvalidInput`, which becomes a conditi
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal, TypeVar
 
 import msgspec
@@ -49,6 +49,8 @@ VERSION = "v1alpha1"
 Level = Literal["host", "slot"]
 Engine = Literal["mural", "vllm"]
 
+_LONG_AGO = datetime.min.replace(tzinfo=UTC)
+
 
 class ObjectMeta(msgspec.Struct, frozen=True, rename="camel"):
     """Of any object."""
@@ -67,6 +69,12 @@ class ObjectMeta(msgspec.Struct, frozen=True, rename="camel"):
     def key(self) -> str:
         """``namespace/name``."""
         return f"{self.namespace}/{self.name}"
+
+    @property
+    def age(self) -> tuple[datetime, str]:
+        """Sorts the oldest first, by name where they are of one age: of two that claim one thing
+        the first has it."""
+        return (self.creation_timestamp or _LONG_AGO, self.key)
 
 
 class Selector(msgspec.Struct, frozen=True, rename="camel"):
@@ -106,9 +114,13 @@ class AdapterSpec(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class AdapterStatusFields(msgspec.Struct, frozen=True, rename="camel"):
-    """What readers other than the operator need of its status."""
+    """What is read of its status: by routers k, by the operator the facts of content that no
+    replica holds at the moment."""
 
     desired_replicas: int | None = None
+    digest: str = ""
+    rank: int = 0
+    bytes: int = 0
 
 
 class Adapter(msgspec.Struct, frozen=True):

@@ -7,11 +7,20 @@ from mural_resolvers.tenants.config import (
     KeyRecord,
     Tenant,
     TenantsConfig,
+    convert_key,
+    convert_tenant,
     parse_moment,
     parse_tenants,
 )
 from mural_resolvers.tenants.file import TenantsFile, WatchNumbers, read_tenants
-from mural_resolvers.tenants.keys import KeyRing, MintedKey, StoredKey, hash_secret, mint_key
+from mural_resolvers.tenants.keys import (
+    KeyRing,
+    MintedKey,
+    StoredKey,
+    hash_key,
+    hash_secret,
+    mint_key,
+)
 from mural_resolvers.tenants.limits import TenantAccounts, Ticket
 from mural_resolvers.tenants.principal import (
     ADMIN,
@@ -44,6 +53,9 @@ __all__ = [
     "WatchNumbers",
     "authorize",
     "authorize_base",
+    "convert_key",
+    "convert_tenant",
+    "hash_key",
     "hash_secret",
     "is_grant",
     "may_use",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TypeVar
@@ -29,7 +29,15 @@ from mural_resolvers.tenants.principal import (
     is_grant,
 )
 
-__all__ = ["KeyRecord", "Tenant", "TenantsConfig", "parse_moment", "parse_tenants"]
+__all__ = [
+    "KeyRecord",
+    "Tenant",
+    "TenantsConfig",
+    "convert_key",
+    "convert_tenant",
+    "parse_moment",
+    "parse_tenants",
+]
 
 MAX_FILE_BYTES = 16 << 20
 MAX_NOTE_CHARS = 200
@@ -171,6 +179,26 @@ def parse_tenants(data: bytes) -> TenantsConfig:
     )
     _check_unique(config)
     return config
+
+
+def convert_tenant(where: str, fields: Mapping[str, object]) -> Tenant:
+    """Read one tenant's fields, as the file names them; raise ``InvalidInput``, naming the place.
+
+    ``where`` stands before the place.
+    """
+    return _tenant(where, _convert(where, fields, _Tenant))
+
+
+def convert_key(where: str, fields: Mapping[str, object]) -> KeyRecord:
+    """Read one key's record in the same way."""
+    return _key(where, _convert(where, fields, _Key))
+
+
+def _convert(where: str, fields: Mapping[str, object], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{where}.{_with_place(str(error))}") from None
 
 
 def _with_place(message: str) -> str:

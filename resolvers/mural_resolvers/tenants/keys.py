@@ -17,7 +17,15 @@ from datetime import datetime
 from mural_resolvers.errors import Unauthorized
 from mural_resolvers.tenants.principal import Principal
 
-__all__ = ["KeyRing", "MintedKey", "StoredKey", "hash_secret", "is_key_id", "mint_key"]
+__all__ = [
+    "KeyRing",
+    "MintedKey",
+    "StoredKey",
+    "hash_key",
+    "hash_secret",
+    "is_key_id",
+    "mint_key",
+]
 
 _MAX_HEADER_CHARS = 256
 _KEY = re.compile(r"mural_([a-z0-9]{8,32})_([A-Za-z0-9_-]{43})")
@@ -44,6 +52,12 @@ def mint_key(random_bytes: Callable[[int], bytes] = secrets.token_bytes) -> Mint
 def hash_secret(secret: str) -> str:
     """Give the sha256 (hex) of a key's secret part, the form that is stored."""
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def hash_key(key: str) -> tuple[str, str] | None:
+    """Give a whole key's id and the sha256 of its secret; None for a text that is no key."""
+    match = _KEY.fullmatch(key)
+    return None if match is None else (match[1], hash_secret(match[2]))
 
 
 def is_key_id(text: str) -> bool:
