@@ -16,7 +16,7 @@ import dns.rdatatype
 import dns.resolver
 from dns.rdtypes.IN.SRV import SRV
 
-from mural_router.fleet.backoff import Backoff
+from mural_resolvers.backoff import Backoff
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.fleet.options import read_engine, read_port, split_options, url_port

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ssl as tls
 from collections.abc import Callable
 from contextlib import aclosing
 
-from mural_router.fleet.backoff import Backoff
+from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.follower import Follower, Listener
+from mural_router.fleet.follower import Follower, Listener, TlsContext
 from mural_router.fleet.report import (
     MAX_ADAPTERS,
     Report,
@@ -189,21 +188,16 @@ class MuralFollower(Follower):
         listener: Listener,
         *,
         token: str | None,
-        ssl: tls.SSLContext | None,
+        ssl: TlsContext,
         idle_timeout_s: float,
     ) -> None:
+        """``ssl`` is asked for each connection."""
         if endpoint.control_port is None:
             raise ValueError(f"{endpoint.name}: no control port to follow")
-        self._client = ControlClient(
-            endpoint.host,
-            endpoint.control_port,
-            token=token,
-            ssl=ssl,
-            timeout_s=CONNECT_TIMEOUT_S,
-            load_timeout_s=CONNECT_TIMEOUT_S,
-            idle_timeout_s=idle_timeout_s,
-            max_event_bytes=MAX_EVENT_BYTES,
-        )
+        self._host, self._port = endpoint.host, endpoint.control_port
+        self._token = token
+        self._ssl = ssl
+        self._idle_timeout_s = idle_timeout_s
         self._listener = listener
         self._reader = StateReader()
         self._backoff = Backoff(self.RETRY_FIRST_S, self.RETRY_MOST_S)
@@ -222,7 +216,7 @@ class MuralFollower(Follower):
 
     async def _follow(self, budget: Budget) -> None:
         began = asyncio.get_running_loop().time()
-        async with aclosing(self._client.raw_events(self._reader.since)) as events:
+        async with aclosing(self._client().raw_events(self._reader.since)) as events:
             async for data in events:
                 report = await self._reader.take(decode_event(data))
                 if report is None:
@@ -233,3 +227,15 @@ class MuralFollower(Follower):
                 if asyncio.get_running_loop().time() - began > self.STEADY_S:
                     self._backoff.reset()
                 await budget.spend(len(data))
+
+    def _client(self) -> ControlClient:
+        return ControlClient(
+            self._host,
+            self._port,
+            token=self._token,
+            ssl=self._ssl(),
+            timeout_s=CONNECT_TIMEOUT_S,
+            load_timeout_s=CONNECT_TIMEOUT_S,
+            idle_timeout_s=self._idle_timeout_s,
+            max_event_bytes=MAX_EVENT_BYTES,
+        )

@@ -15,7 +15,7 @@ from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
 
-from mural_router.fleet.backoff import Backoff
+from mural_resolvers.backoff import Backoff
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.fleet.options import read_engine, split_options

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from mural_router.fleet.backoff import Backoff
+from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follower import Follower, Listener
 from mural_router.fleet.report import Base, Report

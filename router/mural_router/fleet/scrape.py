@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ssl as tls
 
 import msgspec
 
-from mural_router.fleet.backoff import Backoff
+from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.follower import Follower, Listener
+from mural_router.fleet.follower import Follower, Listener, TlsContext
 from mural_router.fleet.report import Report, base_names, rate
 from mural_router.fleet.vllm_metrics import PodMetrics, read_metrics
 from mural_server.protocol.exchange import ExchangeError, exchange
@@ -49,9 +48,10 @@ class VLLMFollower(Follower):
         listener: Listener,
         *,
         api_key: str | None,
-        ssl: tls.SSLContext | None,
+        ssl: TlsContext,
         interval_s: float,
     ) -> None:
+        """``ssl`` is asked for each connection."""
         self._endpoint = endpoint
         self._listener = listener
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
@@ -135,7 +135,7 @@ class VLLMFollower(Follower):
             "GET",
             path,
             headers=self._headers,
-            ssl=self._ssl,
+            ssl=self._ssl(),
             connect_timeout_s=TIMEOUT_S,
             answer_timeout_s=TIMEOUT_S,
         ) as answer:

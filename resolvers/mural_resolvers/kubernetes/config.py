@@ -1,0 +1,29 @@
+"""Where the API server is and who asks it."""
+
+from __future__ import annotations
+
+import yaml
+from lightkube.config.kubeconfig import KubeConfig, SingleConfig
+from lightkube.core.exceptions import ConfigError
+
+__all__ = ["SingleConfig", "cluster_config"]
+
+
+def cluster_config() -> SingleConfig:
+    """The pod's own service account, else ``KUBECONFIG``, else ``~/.kube/config``.
+
+    Raises ValueError where there is none, or none that can be read.
+    """
+    try:
+        config = KubeConfig.from_env().get()
+    except ConfigError as error:
+        raise ValueError(f"no Kubernetes to ask: {error}") from None
+    except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError) as error:
+        # A name that nothing has, a field of another form, a file that is not for us to read.
+        problem = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"no Kubernetes to ask: the configuration cannot be read ({problem})"
+        ) from None
+    if config is None:
+        raise ValueError("no Kubernetes to ask: no context is chosen")
+    return config
