@@ -1,0 +1,173 @@
+"""The Secrets that Tenants and pools name, each by a ``get`` of its own: no list, no watch.
+
+Read again each minute, and at once when a pod does not accept what one held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from base64 import b64decode
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from mural_resolvers.kubernetes.client import KubeClient, KubeError
+from mural_resolvers.kubernetes.paths import SECRETS
+
+__all__ = ["Secret", "SecretCache"]
+
+log = logging.getLogger(__name__)
+
+FRESH_S: Final = 60.0
+SUSPECT_AFTER_S: Final = 5.0
+"""What was read more recently is not read again for a suspicion."""
+RETRY_S: Final = 5.0
+"""After a read that failed."""
+AT_A_TIME: Final = 8
+MAX_SECRETS: Final = 10_000
+SETTLE_S: Final = 15.0
+
+Secret = Mapping[str, bytes]
+"""An entry's content by its key."""
+
+
+class _Secret(msgspec.Struct):
+    data: dict[str, str] | None = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    content: Secret | None = None
+    """None: there is none, or it could not be read yet."""
+    trouble: str = "it has not been read yet"
+    """Empty: the content is what the API server has."""
+    known: bool = False
+    """Whether the API server has answered, if only that there is none."""
+    due_s: float = 0.0
+    read_s: float = float("-inf")
+
+
+class SecretCache:
+    """Keeps what is wanted and nothing else. For one event loop."""
+
+    def __init__(self, client: KubeClient, namespace: str, changed: Callable[[], None]) -> None:
+        self._client = client
+        self._namespace = namespace
+        self._changed = changed
+        self._wanted: dict[str, frozenset[str]] = {}
+        self._kept: dict[str, _Kept] = {}
+        self._wake = asyncio.Event()
+        self._progress = asyncio.Condition()
+
+    def want(self, owner: str, names: Iterable[str]) -> None:
+        """What an owner needs, in place of what it needed before; nothing: none any more."""
+        wanted = frozenset(names)
+        if self._wanted.get(owner, frozenset()) == wanted:
+            return
+        if wanted:
+            self._wanted[owner] = wanted
+        else:
+            del self._wanted[owner]
+        every = sorted(frozenset().union(*self._wanted.values()))
+        if len(every) > MAX_SECRETS:
+            log.warning("%d Secrets are named, of which %d are read", len(every), MAX_SECRETS)
+        self._kept = {name: self._kept.get(name) or _Kept() for name in every[:MAX_SECRETS]}
+        self._wake.set()
+
+    def get(self, name: str) -> Secret | None:
+        """What it held when it was last read; None: there is none, or it cannot be read."""
+        kept = self._kept.get(name)
+        return None if kept is None else kept.content
+
+    def trouble(self, name: str) -> str:
+        """Why it could not be read the last time; empty: it could."""
+        kept = self._kept.get(name)
+        return "it is not wanted" if kept is None else kept.trouble
+
+    @property
+    def contents(self) -> dict[str, Secret]:
+        """Of those that are there."""
+        return {name: one.content for name, one in self._kept.items() if one.content is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether the API server has answered for each that is wanted."""
+        return all(kept.known for kept in self._kept.values())
+
+    async def settled(self) -> None:
+        """Wait until that is so, within bounds."""
+        try:
+            async with asyncio.timeout(SETTLE_S), self._progress:
+                await self._progress.wait_for(lambda: self.complete)
+        except TimeoutError:
+            log.warning("not all Secrets could be read within %g s", SETTLE_S)
+
+    def expire(self, names: Iterable[str]) -> None:
+        """Read these again: what names them has changed."""
+        for name in names:
+            self.suspect(name)
+
+    def suspect(self, name: str) -> None:
+        """Read it again, unless that was done just now."""
+        kept = self._kept.get(name)
+        if kept is not None and self._now() - kept.read_s >= SUSPECT_AFTER_S:
+            kept.due_s = self._now()
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Keep what is wanted fresh, for ever."""
+        while True:
+            self._wake.clear()
+            now = self._now()
+            due = [name for name, kept in self._kept.items() if kept.due_s <= now]
+            for start in range(0, len(due), AT_A_TIME):
+                await asyncio.gather(*map(self._read, due[start : start + AT_A_TIME]))
+            async with self._progress:
+                self._progress.notify_all()
+            await self._rest()
+
+    async def _rest(self) -> None:
+        next_s = min((kept.due_s for kept in self._kept.values()), default=float("inf"))
+        rest_s = min(max(next_s - self._now(), 0.0), FRESH_S)
+        try:
+            async with asyncio.timeout(rest_s):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    async def _read(self, name: str) -> None:
+        kept = self._kept.get(name)
+        if kept is None:
+            return
+        before = (kept.content, kept.trouble)
+        try:
+            body = await self._client.get(SECRETS.named(self._namespace, name))
+            kept.content = _content(body)
+            kept.trouble, kept.known = "", True
+        except KubeError as error:
+            kept.trouble = error.message
+            # What may not be read must not keep the rest waiting.
+            kept.known = kept.known or error.status in (403, 404)
+            if error.status == 404:
+                kept.content = None
+        except ValueError as error:
+            # No name of a Secret, no JSON, or no Base64: never with what was read in it.
+            kept.trouble = f"{type(error).__name__}: {error}"
+        kept.read_s = self._now()
+        kept.due_s = kept.read_s + (RETRY_S if kept.trouble else FRESH_S)
+        if (kept.content, kept.trouble) != before:
+            if kept.trouble:
+                log.warning("the Secret %s cannot be read: %s", name, kept.trouble)
+            self._changed()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _content(body: bytes) -> Secret:
+    data = msgspec.json.decode(body, type=_Secret).data or {}
+    return {key: b64decode(value, validate=True) for key, value in data.items()}
