@@ -129,6 +129,8 @@ class Knobs:
     adapter_bytes: int = 1 << 20
     open_sequences: int = 0
     """That a drain would wait for."""
+    interval_s: float = 0.25
+    """Between two deltas."""
     heartbeat_s: float = 5.0
     await_declared: bool = False
     """Not ready before the first ``PUT declared``."""
@@ -197,7 +199,10 @@ class SimulatedServer:
         self.load = Load()
         self._events: deque[tuple[int, bytes]] = deque(maxlen=HISTORY)
         self._news = asyncio.Event()
-        self._told_ready = self.ready
+        self._touched: set[str] = set()
+        self._told = self._flags()
+        self._told_at = float("-inf")
+        self._telling: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Listen; a port of 0 becomes a free one, which is kept over restarts."""
@@ -223,6 +228,8 @@ class SimulatedServer:
         for task in list(self._serving):
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
+        if self._telling is not None:
+            self._telling.cancel()
 
     async def restart(self) -> None:
         """Die and come back on the same ports, with everything forgotten."""
@@ -267,8 +274,7 @@ class SimulatedServer:
         """Drop an adapter without being asked: out of memory, or (None) out of all knowledge."""
         name = _key(name)
         if level is None:
-            del self.adapters[name]
-            self._tell(removed=(name,))
+            self._drop(name)
         else:
             self._put(self._status(name, level="disk", pinned=False))
 
@@ -279,7 +285,7 @@ class SimulatedServer:
     def set_load(self, load: Load) -> None:
         """How busy it says it is."""
         self.load = load
-        self._tell(load=load)
+        self._changed()
 
     def set_rate(self, name: str, tokens_per_s: float) -> None:
         """How busy it says one adapter is."""
@@ -322,24 +328,57 @@ class SimulatedServer:
         self.adapters[status.name] = status
         self.adapters.move_to_end(status.name)
         if not same:
-            self._tell(changed=(status,))
+            self._changed(status.name)
 
-    def _tell(self, **changes: Any) -> None:
-        """The next number; what follows from the change is in the same delta."""
-        if self.ready != self._told_ready:
-            self._told_ready = changes["ready"] = self.ready
-        self.seq += 1
-        self._events.append(
-            (self.seq, _event(Delta(boot_id=self.boot_id, seq=self.seq, **changes)))
-        )
-        self._news.set()
-        self._news = asyncio.Event()
+    def _drop(self, name: str) -> None:
+        del self.adapters[name]
+        self._changed(name)
+
+    def _flags(self) -> dict[str, Any]:
+        return {
+            "load": self.load,
+            "accepting": self.accepting,
+            "ready": self.ready,
+            "declared": self.declared,
+        }
+
+    def _changed(self, *names: str) -> None:
+        """Have it told with what else changes meanwhile: as the real one, four times a second."""
+        self._touched.update(names)
         for holds, event in self._watchers:
             if holds(self):
                 event.set()
+        if self._telling is None:
+            loop = asyncio.get_running_loop()
+            at = max(loop.time(), self._told_at + self.knobs.interval_s)
+            self._telling = loop.call_at(at, self._tell)
+
+    def _tell(self) -> None:
+        """Give what changed the next number."""
+        self._told_at = asyncio.get_running_loop().time()
+        if self._telling is not None:
+            self._telling.cancel()
+            self._telling = None
+        flags = self._flags()
+        changes = {key: value for key, value in flags.items() if value != self._told[key]}
+        if not changes and not self._touched:
+            return
+        touched, self._touched, self._told = sorted(self._touched), set(), flags
+        self.seq += 1
+        delta = Delta(
+            boot_id=self.boot_id,
+            seq=self.seq,
+            changed=tuple(self.adapters[name] for name in touched if name in self.adapters),
+            removed=tuple(name for name in touched if name not in self.adapters),
+            **changes,
+        )
+        self._events.append((self.seq, _event(delta)))
+        self._news.set()
+        self._news = asyncio.Event()
 
     def snapshot(self) -> Snapshot:
-        """The whole state now."""
+        """The whole state now, as a new reader gets it."""
+        self._tell()
         return Snapshot(
             boot_id=self.boot_id,
             seq=self.seq,
@@ -451,6 +490,8 @@ class SimulatedServer:
         return loaded
 
     def _make_room(self, name: str) -> None:
+        if len(self.adapters) <= self.capacity:
+            return
         resident = self.resident
         if name in resident or len(resident) < self.capacity:
             return
@@ -470,10 +511,10 @@ class SimulatedServer:
             raise _Refused(400, "The base model cannot be unloaded.")
         key = _checked(name)
         await asyncio.sleep(self.knobs.unload_delay_s)
-        status = self.adapters.pop(key, None)
+        status = self.adapters.get(key)
         if status is None:
             return FreedAnswer(name=name, freed=Freed())
-        self._tell(removed=(key,))
+        self._drop(key)
         host = 0 if status.level == "disk" else status.bytes
         slot = status.bytes if status.level == "slot" else 0
         return FreedAnswer(name=name, freed=Freed(slot=slot, host=host))
@@ -481,9 +522,8 @@ class SimulatedServer:
     def _declare(self, names: tuple[str, ...]) -> DeclaredAnswer:
         declared = tuple(sorted({_checked(name) for name in names}))
         self.declared_once = True
-        if declared != self.declared or self.ready != self._told_ready:
-            self.declared = declared
-            self._tell(declared=declared)
+        self.declared = declared
+        self._changed()
         resident = self.resident
         return DeclaredAnswer(
             resident=tuple(name for name in declared if name in resident),
@@ -491,9 +531,8 @@ class SimulatedServer:
         )
 
     def _drain(self) -> None:
-        if self.accepting:
-            self.accepting = False
-            self._tell(accepting=False)
+        self.accepting = False
+        self._changed()
 
     # -- the state stream -------------------------------------------------------------------------
 
@@ -509,10 +548,12 @@ class SimulatedServer:
                 await writer.drain()
 
     async def _follow(self, place: int) -> AsyncIterator[bytes]:
+        self._tell()
         while True:
             if not self._kept(place):
-                place = self.seq
-                yield _event(self.snapshot())
+                snapshot = self.snapshot()
+                place = snapshot.seq
+                yield _event(snapshot)
                 continue
             news = self._news
             data = b"".join(event for seq, event in self._events if seq > place)
@@ -579,9 +620,9 @@ class SimulatedServer:
 
     async def _unload(self, name: str) -> None:
         await asyncio.sleep(self.knobs.unload_delay_s)
-        if self.adapters.pop(_key(name), None) is None:
+        if _key(name) not in self.adapters:
             raise _Refused(404, f"The lora adapter '{name}' cannot be found.")
-        self._tell(removed=(_key(name),))
+        self._drop(_key(name))
 
     # -- HTTP -------------------------------------------------------------------------------------
 
