@@ -7,6 +7,7 @@ import importlib.util
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from ssl import SSLContext
 
 import msgspec
 import pytest
@@ -128,8 +129,11 @@ class StateServer:
         self.send(Heartbeat(boot_id=self.snapshot.boot_id, seq=self.seq))
 
     def change(self, running: int) -> None:
+        """Told to those who are connected, and in the snapshot of those who come later."""
         self.seq += 1
-        self.send(Delta(boot_id=self.snapshot.boot_id, seq=self.seq, load=Load(running=running)))
+        load = Load(running=running)
+        self.snapshot = msgspec.structs.replace(self.snapshot, load=load)
+        self.send(Delta(boot_id=self.snapshot.boot_id, seq=self.seq, load=load))
 
     def drop(self) -> None:
         """Cut every connection."""
@@ -164,9 +168,9 @@ async def state_server() -> AsyncIterator[Callable[..., object]]:
     """``await state_server(boots=…, extra=…)``: ends with the test."""
     async with AsyncExitStack() as held:
 
-        async def start(**more: object) -> StateServer:
+        async def start(ssl: SSLContext | None = None, **more: object) -> StateServer:
             server = StateServer(**more)
-            listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+            listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=ssl)
             server.close = listening.close
             held.callback(listening.close)
             held.callback(server.drop)
