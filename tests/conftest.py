@@ -1,10 +1,19 @@
-"""Small random models of every family, saved as Hugging Face directories with a tokenizer."""
+"""Small random models of every family, and a Kubernetes control plane, for all the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import json
+import os
+import random
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -167,3 +176,140 @@ def tiny_save() -> Callable[..., Path]:
         return save_tiny_model(folder, type(config)(**(stated | changes)))
 
     return save
+
+
+# -- Kubernetes -----------------------------------------------------------------------------------
+
+CLUSTER_WAIT_S = 90.0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A control plane whose pods turn Ready without running; ``up`` and ``down`` do the work."""
+
+    folder: Path
+    state: Path
+    environment: dict[str, str]
+    """For programs that are to speak with it: KUBECONFIG, and a PATH with kubectl and helm."""
+    namespace: str = "default"
+
+    @property
+    def kubeconfig(self) -> Path:
+        """An administrator's."""
+        return Path(self.environment["KUBECONFIG"])
+
+    def start(self) -> None:
+        """Start what does not run, on the data that is there."""
+        subprocess.run(
+            [self.folder / "up", "control-plane", "1"],
+            env=self.environment,
+            check=True,
+            timeout=300,
+        )
+
+    def kill_api_server(self) -> None:
+        """SIGKILL, and wait for its end. `start` brings it back."""
+        pid = int((self.state / "run" / "kube-apiserver").read_text().split()[0])
+        process = psutil.Process(pid)
+        process.kill()
+        process.wait(30)
+
+    def stop(self) -> None:
+        """End all of it, and remove its data."""
+        subprocess.run([self.folder / "down"], env=self.environment, check=True, timeout=120)
+
+    async def run(self, *command: str, told: bytes = b"") -> tuple[int, str, str]:
+        """The command's status, output and errors; ``told`` is its input."""
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        async with asyncio.timeout(CLUSTER_WAIT_S):
+            output, errors = await process.communicate(told)
+        assert process.returncode is not None
+        return process.returncode, output.decode(), errors.decode()
+
+    async def kubectl(self, *args: str, told: object = None) -> str:
+        """Its output; ``told`` is sent as JSON. Where it fails, so does the test, with why."""
+        sent = b"" if told is None else json.dumps(told).encode()
+        status, output, errors = await self.run("kubectl", "-n", self.namespace, *args, told=sent)
+        assert status == 0, f"kubectl {' '.join(args)}: {errors}"
+        return output
+
+    async def refusal(self, *args: str, told: object = None) -> str:
+        """What ``kubectl`` says when it fails, as it must."""
+        sent = b"" if told is None else json.dumps(told).encode()
+        status, output, errors = await self.run("kubectl", "-n", self.namespace, *args, told=sent)
+        assert status != 0, f"kubectl {' '.join(args)} went through: {output}"
+        return errors
+
+    async def apply(self, *objects: object) -> None:
+        """Objects as Python's data, or paths of files and folders of them."""
+        for each in objects:
+            if isinstance(each, Path):
+                await self.kubectl("apply", "-f", str(each))
+            else:
+                await self.kubectl("apply", "-f", "-", told=each)
+
+    async def get(self, *args: str) -> dict[str, object]:
+        """``kubectl get``, parsed."""
+        found: dict[str, object] = json.loads(await self.kubectl("get", *args, "-o", "json"))
+        return found
+
+
+def five_free_ports() -> int:
+    """The first of five in a row, below those that the kernel gives to connections."""
+    while True:
+        first = random.randrange(20000, 32000)
+        with ExitStack() as taken:
+            try:
+                for port in range(first, first + 5):
+                    taken.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+            return first
+
+
+@pytest.fixture(scope="session")
+def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Of this session alone. Without a folder to build it from the test is NOT RUN."""
+    folder = Path(os.environ.get("MURAL_CLUSTER_DIR", ""))
+    if not (folder / "up").is_file():
+        missing = "NOT RUN: MURAL_CLUSTER_DIR does not say where the test cluster is built from"
+        if os.environ.get("MURAL_CI_FULL") == "1":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    state = tmp_path_factory.mktemp("cluster")
+    environment = os.environ | {
+        "MURAL_CLUSTER_STATE": str(state),
+        "MURAL_CLUSTER_PORT": str(five_free_ports()),
+    }
+    cluster = Cluster(folder, state, environment)
+    try:
+        cluster.start()
+        exported = subprocess.run(
+            ["bash", "-c", 'eval "$("$0"/env)" && echo "$KUBECONFIG" && echo "$PATH"', folder],
+            env=environment,
+            check=True,
+            timeout=30,
+            capture_output=True,
+            text=True,
+        )
+        environment["KUBECONFIG"], environment["PATH"] = exported.stdout.splitlines()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+async def cluster(
+    control_plane: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Cluster:
+    """The control plane, with a namespace of the test's own, and KUBECONFIG set."""
+    monkeypatch.setenv("KUBECONFIG", control_plane.environment["KUBECONFIG"])
+    name = f"test-{abs(hash(request.node.nodeid)) % 10**9}"
+    await control_plane.kubectl("create", "namespace", name)
+    return replace(control_plane, namespace=name)

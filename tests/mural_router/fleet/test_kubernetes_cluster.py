@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
-import psutil
 import pytest
 import yaml
 from lightkube.config.kubeconfig import KubeConfig
@@ -22,7 +19,6 @@ from mural_router.fleet.places import open_discovery
 pytestmark = pytest.mark.cluster
 
 WAIT_S = 90.0
-PORT = "16443"
 
 SERVICE = {
     "apiVersion": "v1",
@@ -70,92 +66,6 @@ READER = [
 ]
 
 
-@dataclass
-class Cluster:
-    """A control plane whose pods turn Ready without running."""
-
-    folder: Path
-    state: Path
-    environment: dict[str, str]
-    namespace: str = "default"
-
-    def up(self) -> None:
-        subprocess.run(
-            [self.folder / "up", "control-plane", "1"],
-            env=self.environment,
-            check=True,
-            timeout=300,
-        )
-
-    def kill_api_server(self) -> None:
-        """SIGKILL, and wait for its end."""
-        pid = int((self.state / "run" / "kube-apiserver").read_text().split()[0])
-        process = psutil.Process(pid)
-        process.kill()
-        process.wait(30)
-
-    async def kubectl(self, *args: str, told: object = None) -> str:
-        process = await asyncio.create_subprocess_exec(
-            "kubectl",
-            *("-n", self.namespace, *args),
-            env=self.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        sent = b"" if told is None else json.dumps(told).encode()
-        async with asyncio.timeout(WAIT_S):
-            output, _ = await process.communicate(sent)
-        assert process.returncode == 0, args
-        return output.decode()
-
-    async def apply(self, *objects: object) -> None:
-        for each in objects:
-            await self.kubectl("apply", "-f", "-", told=each)
-
-
-@pytest.fixture(scope="session")
-def control_plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = Path(os.environ.get("MURAL_CLUSTER_DIR", ""))
-    if not (folder / "up").is_file():
-        missing = "NOT RUN: MURAL_CLUSTER_DIR does not say where the test cluster is built from"
-        if os.environ.get("MURAL_CI_FULL") == "1":
-            pytest.fail(missing)
-        pytest.skip(missing)
-    state = tmp_path_factory.mktemp("cluster")
-    environment = os.environ | {
-        "MURAL_CLUSTER_STATE": str(state),
-        "MURAL_CLUSTER_PORT": PORT,
-    }
-    cluster = Cluster(folder, state, environment)
-    try:
-        cluster.up()
-        exported = subprocess.run(
-            ["bash", "-c", 'eval "$("$0"/env)" && echo "$KUBECONFIG" && echo "$PATH"', folder],
-            env=environment,
-            check=True,
-            timeout=30,
-            capture_output=True,
-            text=True,
-        )
-        environment["KUBECONFIG"], environment["PATH"] = exported.stdout.splitlines()
-        yield cluster
-    finally:
-        subprocess.run([folder / "down"], env=environment, check=True, timeout=120)
-
-
-@pytest.fixture
-async def cluster(
-    control_plane: Cluster, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Cluster:
-    """With a namespace of the test's own."""
-    monkeypatch.setenv("KUBECONFIG", control_plane.environment["KUBECONFIG"])
-    name = f"test-{abs(hash(request.node.name)) % 10**9}"
-    await control_plane.kubectl("create", "namespace", name)
-    return Cluster(
-        control_plane.folder, control_plane.state, control_plane.environment, namespace=name
-    )
-
-
 class Followed:
     """What a running discovery told last."""
 
@@ -186,7 +96,7 @@ class Followed:
 
 
 @pytest.fixture
-async def follow(cluster: Cluster) -> AsyncIterator[Callable[..., Followed]]:
+async def follow(cluster: Any) -> AsyncIterator[Callable[..., Followed]]:
     """``follow(config=None)``: the endpoints of the service ``mural``."""
     running: list[Followed] = []
 
@@ -202,7 +112,7 @@ async def follow(cluster: Cluster) -> AsyncIterator[Callable[..., Followed]]:
         await each.close()
 
 
-def config_with(token: str, cluster: Cluster, folder: Path) -> Path:
+def config_with(token: str, cluster: Any, folder: Path) -> Path:
     """The cluster's configuration for whoever holds a token."""
     config = yaml.safe_load(Path(cluster.environment["KUBECONFIG"]).read_text())
     for user in config["users"]:
@@ -216,7 +126,7 @@ def ready(number: int) -> Callable[[tuple[Endpoint, ...]], bool]:
     return lambda endpoints: len(endpoints) == number and all(each.ready for each in endpoints)
 
 
-async def pods(cluster: Cluster) -> dict[str, str]:
+async def pods(cluster: Any) -> dict[str, str]:
     """Address by name."""
     found = json.loads(await cluster.kubectl("get", "pods", "-o", "json"))["items"]
     return {each["metadata"]["name"]: each["status"].get("podIP", "") for each in found}
@@ -265,7 +175,7 @@ async def test_a_killed_api_server_takes_nothing_away_and_is_followed_again(clus
     await cluster.apply(SERVICE, DEPLOYMENT)
     before = await followed.until(ready(2))
     await asyncio.to_thread(cluster.kill_api_server)
-    await asyncio.to_thread(cluster.up)
+    await asyncio.to_thread(cluster.start)
     assert followed.endpoints == before
     await cluster.kubectl("scale", "deployment/mural", "--replicas=4")
     await followed.until(ready(4))
