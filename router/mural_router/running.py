@@ -154,8 +154,10 @@ class Router:
 
     def reload_certificates(self) -> None:
         """Read the files of TLS anew; raises ``ValueError`` and keeps the old ones."""
+        context = replica_side(self.config.settings.http.tls)
         if self.proxy is not None:
             self.proxy.reload_certificates()
+        self.fleet.use_tls(context)
 
     def not_ready(self) -> str | None:
         """Why a balancer should send nothing here; None: it may."""

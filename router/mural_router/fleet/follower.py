@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ssl as tls
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 from mural_router.fleet.report import Report
 
-__all__ = ["Follower", "Listener"]
+__all__ = ["Follower", "Listener", "TlsContext"]
+
+TlsContext = Callable[[], tls.SSLContext | None]
+"""What connections are made with now, since certificates are renewed; None: plain."""
 
 
 class Listener(ABC):

@@ -56,6 +56,7 @@ class FleetView:
         """As most of the replicas say; those with another one are not ready."""
         self._discovery = discovery
         self._settings = settings
+        self._ssl = settings.ssl
         self._members: dict[str, Member] = {}
         self._subscribers: list[Subscriber] = []
         self._found = False
@@ -83,6 +84,10 @@ class FleetView:
         member = self._members.get(name)
         if member is not None and self._tasks is not None:
             member.suspect(self._tasks)
+
+    def use_tls(self, context: tls.SSLContext) -> None:
+        """Show and check other certificates on every connection that is made from now on."""
+        self._ssl = context
 
     def snapshot(self) -> tuple[MemberView, ...]:
         """Every replica with what is known of it."""
@@ -166,7 +171,10 @@ class FleetView:
 
     def _follower(self, endpoint: Endpoint, listener: Listener) -> Follower:
         settings = self._settings
-        ssl = settings.ssl if endpoint.tls else None
+
+        def ssl() -> tls.SSLContext | None:
+            return self._ssl if endpoint.tls else None
+
         if endpoint.engine == "vllm":
             return VLLMFollower(
                 endpoint,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import replace
 
 import pytest
+import trustme
 
 from mural_router.fleet.follow import MuralFollower
 from mural_router.fleet.view import FleetSettings, FleetView
@@ -241,6 +243,22 @@ async def test_the_end_of_discovery_ends_the_view(listed):
     with pytest.raises(ExceptionGroup) as caught:
         await FleetView(Broken(), FleetSettings()).run()
     assert caught.group_contains(LookupError)
+
+
+async def test_a_renewed_certificate_holds_for_the_next_connection(watch, state_server):
+    old, new = trustme.CA(), trustme.CA()
+    served = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    new.issue_cert("127.0.0.1").configure_cert(served)
+    server = await state_server(ssl=served)
+    trusted = ssl.create_default_context()
+    old.configure_trust(trusted)
+    watched = await watch(replace(server.endpoint, tls=True), ssl=trusted)
+    await watched.until(lambda fleet: watched.view.settled)
+    assert "CERTIFICATE" in watched.view.snapshot()[0].error.upper()
+    renewed = ssl.create_default_context()
+    new.configure_trust(renewed)
+    watched.view.use_tls(renewed)
+    await watched.ready("a")
 
 
 async def test_a_follower_that_fails_is_begun_again(
