@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Final
 
+import msgspec
 from envoy.service.ext_proc.v3.external_processor_pb2 import (
     HttpBody,
     ProcessingRequest,
@@ -19,9 +20,10 @@ from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.errors import BadRequest, BrokenAnswer
 from mural_router.picker import messages
 from mural_router.picker.answer import AnswerReader
-from mural_router.picker.messages import RequestFacts
+from mural_router.picker.messages import Fields, RequestFacts
+from mural_router.proxy.errors import RouterUnknown, log_unknown
 from mural_router.proxy.paths import Answerer, Place, place_of
-from mural_router.routing.ask import HEADERS, Ask, Outcome, Routed, Routing
+from mural_router.routing.ask import HEADERS, Ask, Outcome, Routed, Routing, request_id_of
 
 __all__ = ["NotDuplex", "PickerExchange"]
 
@@ -51,6 +53,8 @@ class PickerExchange:
         self._max_body_bytes = max_body_bytes
         self._loop = asyncio.get_running_loop()
         self._arrived = self._loop.time()
+        self._own_headers: Fields = ()
+        """Of what no replica has a part in, once the request's head is known."""
         self._routed: Routed | None = None
         self._status = 0
         self._first_byte_s: float | None = None
@@ -72,7 +76,7 @@ class PickerExchange:
             error = None
         except MuralError as refused:
             error, self._status = refused.code, refused.status
-            await self._send(messages.refusal(refused))
+            await self._send(messages.refusal(refused, self._headers))
         except _Left:
             error = "the client went away"
         except BrokenAnswer as answer:
@@ -90,21 +94,24 @@ class PickerExchange:
         if not messages.is_duplex(first):
             raise NotDuplex("both body modes are to be FULL_DUPLEX_STREAMED")
         facts = messages.request_facts(first)
+        ask = _ask(facts)
+        self._own_headers = ask.own_headers
         place = place_of(facts)
         if place.answerer is Answerer.INFERENCE:
-            await self._pick(facts)
+            await self._pick(facts, ask)
         elif place.answerer is Answerer.ADAPTERS:
-            await self._forward(facts)
+            await self._forward(facts, ask)
         else:
-            await self._send(await self._said(facts, place))
+            await self._send(await self._said(ask, place))
 
-    async def _pick(self, facts: RequestFacts) -> None:
+    async def _pick(self, facts: RequestFacts, ask: Ask) -> None:
         """Routed by its body, which is sent on with the exact model's name in it."""
         body, trailers = b"", False
         if not facts.ends:
             body, trailers = await self._body()
         # Set at once: what is routed has to be settled, whatever happens from here on.
-        routed = self._routed = await self._routing.route(_ask(facts, body))
+        asked = msgspec.structs.replace(ask, body=body)
+        routed = self._routed = await self._routing.route(asked)
         destination = await _address(routed.endpoint)
         added = routed.request_headers
         if facts.ends:
@@ -115,9 +122,9 @@ class PickerExchange:
         if trailers:
             await self._send(messages.request_trailers())
 
-    async def _forward(self, facts: RequestFacts) -> None:
+    async def _forward(self, facts: RequestFacts, ask: Ask) -> None:
         """To any Mural server, by its headers; the body passes as it comes."""
-        routed = self._routed = await self._routing.forward(_ask(facts, b""))
+        routed = self._routed = await self._routing.forward(ask)
         destination = await _address(routed.endpoint)
         await self._send(messages.request_headers(facts, destination, routed.request_headers, None))
         ends = facts.ends
@@ -130,14 +137,14 @@ class PickerExchange:
             ends = piece.end_of_stream
             await self._send_all(messages.request_body(piece.body, ends=ends))
 
-    async def _said(self, facts: RequestFacts, place: Place) -> ProcessingResponse:
+    async def _said(self, ask: Ask, place: Place) -> ProcessingResponse:
         """What the router answers itself."""
-        ask = _ask(facts, b"")
+        body = b"{}"
         if place.answerer is Answerer.MODELS:
-            return messages.said(200, await self._routing.models(ask))
-        if place.answerer is Answerer.MODEL:
-            return messages.said(200, await self._routing.model(ask, place.name))
-        return messages.said(200, b"{}")
+            body = await self._routing.models(ask)
+        elif place.answerer is Answerer.MODEL:
+            body = await self._routing.model(ask, place.name)
+        return messages.said(200, body, ask.own_headers)
 
     async def _body(self) -> tuple[bytes, bool]:
         """The whole body, and whether trailers ended it."""
@@ -158,7 +165,10 @@ class PickerExchange:
     # -- the answer -------------------------------------------------------------------------------
 
     async def _answer(self, routed: Routed) -> None:
-        """Pass it on; its last piece, or its trailers, are the end."""
+        """Pass it on; its last piece, or its trailers, are the end.
+
+        Raises `RouterUnknown` before anything of it was passed on.
+        """
         while not self._complete:
             message = await self._next()
             # Noted before it is answered: Envoy may end the stream as soon as it has the answer.
@@ -182,6 +192,11 @@ class PickerExchange:
         self._status = int(by_name.get(":status", "0"))
         self._first_byte_s = self._loop.time() - self._arrived
         routed.answered(self._status)
+        if self._status == 401:
+            # Told as it is, it would have the client look for a fault in its own key.
+            log_unknown(routed.endpoint.name)
+            self._complete = False
+            raise RouterUnknown
         events = by_name.get("content-type", "").startswith("text/event-stream")
         self._reader = AnswerReader(events=events, hide_usage=routed.hide_usage)
         return messages.answer_headers(fields, routed.answer_headers)
@@ -198,6 +213,11 @@ class PickerExchange:
         """What was held back when trailers, not a last piece, end the body."""
         left = b"" if self._reader is None else self._reader.feed(b"", ends=True)
         return messages.response_body(left, ends=False) if left else ()
+
+    @property
+    def _headers(self) -> Fields:
+        """Of a refusal."""
+        return self._own_headers if self._routed is None else self._routed.answer_headers
 
     async def _next(self) -> ProcessingRequest:
         message = await anext(self._incoming, None)
@@ -235,14 +255,16 @@ def _request_piece(message: ProcessingRequest) -> HttpBody:
     return message.request_body
 
 
-def _ask(facts: RequestFacts, body: bytes) -> Ask:
+def _ask(facts: RequestFacts) -> Ask:
+    headers = {name: value for name, value in facts.fields if name in HEADERS}
     return Ask(
         path=facts.path,
         authorization=facts.values("authorization"),
-        body=body,
-        headers={name: value for name, value in facts.fields if name in HEADERS},
+        headers=headers,
         candidates=facts.candidates,
         method=facts.method,
+        query=facts.query,
+        request_id=request_id_of(headers),
     )
 
 

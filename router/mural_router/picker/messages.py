@@ -28,6 +28,7 @@ from mural_router.http.errors import answer_fields, error_json
 
 __all__ = [
     "DESTINATION",
+    "Fields",
     "RequestFacts",
     "answer_headers",
     "fields_of",
@@ -75,6 +76,7 @@ class RequestFacts(NamedTuple):
     method: str
     path: str
     """Without the query."""
+    query: str
     fields: Fields
     ends: bool
     """No body follows."""
@@ -106,10 +108,11 @@ def request_facts(message: ProcessingRequest) -> RequestFacts:
     """Read the first message."""
     fields = fields_of(message.request_headers)
     pseudo = {name: value for name, value in fields if name.startswith(":")}
-    path, _, _ = pseudo.get(":path", "").partition("?")
+    path, _, query = pseudo.get(":path", "").partition("?")
     return RequestFacts(
         method=pseudo.get(":method", ""),
         path=path,
+        query=query,
         fields=fields,
         ends=bool(message.request_headers.end_of_stream),
         candidates=_candidates(message),
@@ -178,9 +181,9 @@ def response_trailers() -> ProcessingResponse:
     return ProcessingResponse(response_trailers=TrailersResponse())
 
 
-def refusal(error: MuralError) -> ProcessingResponse:
+def refusal(error: MuralError, fields: Fields = ()) -> ProcessingResponse:
     """An answer in the replica's stead: the error's status, OpenAI's body, Retry-After."""
-    return said(error.status, error_json(error), answer_fields(error))
+    return said(error.status, error_json(error), answer_fields(error) + fields)
 
 
 def said(status: int, body: bytes, fields: Fields = ()) -> ProcessingResponse:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
 from mural_resolvers.errors import MuralError, Unavailable
 from mural_router.http.upstream import AnswerTimeout, ConnectFailed
 
-__all__ = ["ReplicaFailed", "RouterUnknown", "told"]
+__all__ = ["ReplicaFailed", "RouterUnknown", "log_unknown", "told"]
+
+_log = logging.getLogger(__name__)
 
 
 class ReplicaFailed(MuralError):
@@ -21,6 +25,15 @@ class RouterUnknown(ReplicaFailed):
 
     def __init__(self) -> None:
         super().__init__("The replica does not accept this router.")
+
+
+def log_unknown(replica: str) -> None:
+    """Say of a 401 what the client is not told: it is the operator's to mend."""
+    _log.error(
+        "replica %s answers 401: it does not accept what this router shows it. Compare the "
+        "router's token (of vLLM its key) with the replica's.",
+        replica,
+    )
 
 
 def told(error: Exception) -> MuralError:

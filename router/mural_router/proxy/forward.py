@@ -9,7 +9,7 @@ from typing import Final
 from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.exchange import Exchange
 from mural_router.http.upstream import ReplicaConnection, ReplicaPool
-from mural_router.proxy.relay import Relay, ask_of
+from mural_router.proxy.relay import Relay
 from mural_router.routing.ask import Routed, Routing
 
 __all__ = ["ForwardRelay"]
@@ -37,7 +37,7 @@ class ForwardRelay(Relay):
         super().__init__(pool, routing, exchange)
 
     def _route(self) -> Callable[[], Awaitable[Routed]]:
-        return partial(self._routing.forward, ask_of(self._exchange))
+        return partial(self._routing.forward, self._ask)
 
     def _may_ask_again(self) -> bool:
         # What was sent of a body is gone; what changes something may have been done.

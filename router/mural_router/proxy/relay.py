@@ -14,10 +14,18 @@ from mural_resolvers.errors import MuralError
 from mural_router.http.exchange import Exchange, Reader, status_line
 from mural_router.http.head import ResponseHead
 from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
-from mural_router.proxy.errors import RouterUnknown, told
+from mural_router.proxy.errors import RouterUnknown, log_unknown, told
 from mural_router.proxy.events import EventRelay, error_event
 from mural_router.proxy.usage import Usage, UsageReader
-from mural_router.routing.ask import HEADERS, RETRY_HEADER, Ask, Outcome, Routed, Routing
+from mural_router.routing.ask import (
+    HEADERS,
+    RETRY_HEADER,
+    Ask,
+    Outcome,
+    Routed,
+    Routing,
+    request_id_of,
+)
 
 __all__ = ["InferenceRelay", "Relay", "ask_of"]
 
@@ -28,10 +36,6 @@ Fields = tuple[tuple[str, str], ...]
 _READ = re.compile(
     r"\r\n(authorization|{}):[\t ]*+([^\r]*+)".format("|".join(sorted(HEADERS))).encode("ascii"),
     re.IGNORECASE,
-)
-_UNKNOWN: Final = (
-    "replica %s answers 401: it does not accept what this router shows it. Compare the router's "
-    "token (of vLLM its key) with the replica's."
 )
 _RETRY_HEADER: Final = RETRY_HEADER.encode("ascii")
 
@@ -55,7 +59,15 @@ def ask_of(exchange: Exchange) -> Ask:
             authorization.append(text)
         else:
             headers[key] = text
-    return Ask(head.path, tuple(authorization), exchange.body, headers, method=head.method)
+    return Ask(
+        head.path,
+        tuple(authorization),
+        exchange.body,
+        headers,
+        method=head.method,
+        query=head.query,
+        request_id=request_id_of(headers),
+    )
 
 
 class Relay(Caller, Reader):
@@ -65,6 +77,7 @@ class Relay(Caller, Reader):
         self._pool = pool
         self._routing = routing
         self._exchange = exchange
+        self._ask = ask_of(exchange)
         self._loop = asyncio.get_running_loop()
         self._routed: Routed | None = None
         self._connection: ReplicaConnection | None = None
@@ -128,7 +141,7 @@ class Relay(Caller, Reader):
         if not isinstance(error, MuralError):
             _log.error("a request could not be routed", exc_info=error)
             error = MuralError("The router failed to answer this request.")
-        self._exchange.fail(error)
+        self._exchange.fail(error, self._ask.own_headers)
 
     async def _attempt(self, routed: Routed) -> None:
         """Find a connection and send; what comes of it is told to the methods of `Caller`."""
@@ -165,7 +178,7 @@ class Relay(Caller, Reader):
         routed.answered(head.status)
         unknown = head.status == 401
         if unknown:
-            _log.error(_UNKNOWN, routed.endpoint.name)
+            log_unknown(routed.endpoint.name)
         refused = unknown or head.status >= 500
         if refused and self._may_ask_again() and self._refused(routed, head):
             connection.discard()
@@ -273,7 +286,8 @@ class Relay(Caller, Reader):
 
     def _fail(self, error: Exception) -> None:
         """Nothing of an answer was sent: say what happened."""
-        fields = self._routed.answer_headers if self._routed is not None else ()
+        routed = self._routed
+        fields = self._ask.own_headers if routed is None else routed.answer_headers
         self._log(error)
         answer = told(error)
         self._exchange.fail(answer, fields)
@@ -343,7 +357,7 @@ class InferenceRelay(Relay):
     """A request whose body was read whole: it can be asked again until its answer's first byte."""
 
     def _route(self) -> Routed | Callable[[], Awaitable[Routed]]:
-        return self._routing.route_now(ask_of(self._exchange))
+        return self._routing.route_now(self._ask)
 
     def _may_ask_again(self) -> bool:
         return True

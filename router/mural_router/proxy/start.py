@@ -23,7 +23,7 @@ from mural_router.proxy.forward import ForwardRelay
 from mural_router.proxy.paths import Answerer, Place, place_of
 from mural_router.proxy.relay import InferenceRelay, ask_of
 from mural_router.proxy.running import Proxy, ProxyState
-from mural_router.routing.ask import Routing
+from mural_router.routing.ask import Ask, Routing
 
 __all__ = ["start"]
 
@@ -48,20 +48,23 @@ async def start(settings: HttpSettings, routing: Routing, *, version: str) -> Pr
 class _LocalAnswer(Reader):
     """An answer that routing gives by itself, in a task that ends with its client."""
 
-    def __init__(self, exchange: Exchange, body: Awaitable[bytes]) -> None:
+    def __init__(self, exchange: Exchange, ask: Ask, body: Awaitable[bytes]) -> None:
         self._exchange = exchange
+        self._fields = ask.own_headers
         self._body = body
         exchange.reader = self
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         try:
-            self._exchange.answer(200, await self._body)
+            self._exchange.answer(200, await self._body, self._fields)
         except MuralError as error:
-            self._exchange.fail(error)
+            self._exchange.fail(error, self._fields)
         except Exception:
             _log.exception("a request could not be answered")
-            self._exchange.fail(MuralError("The router failed to answer this request."))
+            self._exchange.fail(
+                MuralError("The router failed to answer this request."), self._fields
+            )
 
     def gone(self) -> None:
         self._task.cancel()
@@ -74,7 +77,7 @@ class _LocalAnswer(Reader):
 
     def end_now(self, error: MuralError) -> None:
         self._task.cancel()
-        self._exchange.fail(error)
+        self._exchange.fail(error, self._fields)
 
 
 class _Running(Proxy, Application):
@@ -115,10 +118,12 @@ class _Running(Proxy, Application):
             exchange.answer(200, b"", content_type="text/plain")
         elif place.answerer is Answerer.VERSION:
             exchange.answer(200, self._version)
-        elif place.answerer is Answerer.MODELS:
-            _LocalAnswer(exchange, self._routing.models(ask_of(exchange)))
         else:
-            _LocalAnswer(exchange, self._routing.model(ask_of(exchange), place.name))
+            ask, routing = ask_of(exchange), self._routing
+            models = place.answerer is Answerer.MODELS
+            _LocalAnswer(
+                exchange, ask, routing.models(ask) if models else routing.model(ask, place.name)
+            )
 
     # -- the owner's side -------------------------------------------------------------------------
 

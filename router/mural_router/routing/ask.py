@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -11,13 +14,30 @@ import msgspec
 
 from mural_router.fleet.endpoint import Endpoint
 
-__all__ = ["HEADERS", "RETRY_HEADER", "Ask", "Outcome", "Routed", "Routing"]
+__all__ = ["HEADERS", "RETRY_HEADER", "Ask", "Outcome", "Routed", "Routing", "request_id_of"]
 
 HEADERS: Final = frozenset({"x-session-id", "x-request-id", "traceparent", "tracestate"})
 """The request headers that routing reads, lower-case."""
 
 RETRY_HEADER: Final = "x-mural-retry"
 """An answer of a Mural server that holds ``elsewhere`` here was refused before any work."""
+
+REQUEST_ID: Final = "x-request-id"
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+# Unique among routers and restarts; to draw each one costs more than to count.
+_PREFIX: Final = f"req-{secrets.token_hex(10)}"
+_NUMBERS: Final = itertools.count(1)
+
+
+def _new_request_id() -> str:
+    return f"{_PREFIX}{next(_NUMBERS):012x}"
+
+
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's own, where it is one; else a new one."""
+    given = headers.get(REQUEST_ID)
+    return given if given and _REQUEST_ID.fullmatch(given) else _new_request_id()
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -33,6 +53,15 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     candidates: frozenset[str] | None = None
     """``host:port`` of the endpoints that may serve it (a gateway's subset); None: all."""
     method: str = "POST"
+    query: str = ""
+    """As it was sent, without the question mark."""
+    request_id: str = msgspec.field(default_factory=_new_request_id)
+    """Of every answer, refusals too, of the access log, and of what the replica is told."""
+
+    @property
+    def own_headers(self) -> tuple[tuple[str, str], ...]:
+        """To add to an answer that no replica has a part in."""
+        return ((REQUEST_ID, self.request_id),)
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):

@@ -96,19 +96,22 @@ def upstream_identity(
     *,
     token: str | None,
     digest: str | None = None,
+    acts_for: str | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """The headers by which a replica knows on whose behalf it is asked.
 
     ``token``: the router's own for Mural servers, the pod's key for vLLM; None: none is asked
-    for there. ``digest``: the content that the name stands for, where it is known.
+    for there. ``digest``: the content that the name stands for, where it is known. ``acts_for``:
+    the tenant in whose name somebody asks who is of none.
     """
+    tenant = principal.tenant or acts_for
     headers: list[tuple[str, str]] = []
     if token is not None:
         headers.append(("authorization", f"Bearer {token}"))
     if engine == "vllm":
         return tuple(headers)
-    if principal.tenant is not None:
-        headers.append(("x-mural-tenant", principal.tenant))
+    if tenant is not None:
+        headers.append(("x-mural-tenant", tenant))
         headers.append(("x-mural-weight", f"{principal.weight:g}"))
     if digest is not None:
         headers.append(("x-mural-digest", digest))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -30,6 +28,7 @@ from mural_router.routing.models import ModelCards
 from mural_router.routing.request import Admitted, Forwarded, RoutedRequest, Story
 from mural_router.routing.retry import RetryBudget
 from mural_router.routing.target import Target, Targets, find_target
+from mural_router.routing.uploads import tenant_of
 from mural_router.routing.versions import Versions
 
 __all__ = ["FleetRouting", "RoutingOptions"]
@@ -37,8 +36,6 @@ __all__ = ["FleetRouting", "RoutingOptions"]
 NOBODY_READY_S: Final = 2.0
 COUNTED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Where tokens are generated; the other paths use none."""
-
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +97,6 @@ class FleetRouting(Routing):
         self._tracing = tracing
         self._clock = clock
         self._models = ModelCards(dispatch.source)
-        # Unique among routers and restarts; to draw each one costs more than to count.
-        self._request_prefix = f"req-{secrets.token_hex(10)}"
-        self._request_numbers = itertools.count(1)
         self._salt_secret = secrets.token_bytes(32)
 
     # -- inference ----------------------------------------------------------------------------
@@ -256,17 +250,19 @@ class FleetRouting(Routing):
         story = self._begin(ask)
         try:
             principal = self._identify(ask, story)
-            endpoints = self._servers(principal)
+            tenant = tenant_of(ask) if principal.is_admin else principal.tenant
+            endpoints = self._servers(tenant)
             if not endpoints:
                 raise Unavailable("No Mural server is ready to take this.")
-            return Forwarded(endpoints, partial(self._identity, principal, None), story)
+            identity = partial(self._identity, principal, None, acts_for=tenant)
+            return Forwarded(endpoints, identity, story)
         except MuralError as error:
             self._refused(story, error)
 
-    def _servers(self, principal: Principal) -> list[Endpoint]:
+    def _servers(self, tenant: str | None) -> list[Endpoint]:
         """Ready Mural servers; a tenant's come in one order, since each counts its uploads."""
         source = self.dispatch.source
-        ordered = order(f"{principal.tenant or ''}/", source.fleet)
+        ordered = order(f"{tenant or ''}/", source.fleet)
         found = [source.endpoint(replica.name) for replica in ordered if replica.ready]
         return [each for each in found if each is not None and each.engine == "mural"]
 
@@ -314,14 +310,11 @@ class FleetRouting(Routing):
     def _begin(self, ask: Ask) -> Story:
         now = self._clock()
         self.budget.request(now)
-        request_id = ask.headers.get("x-request-id")
-        if request_id is None or _REQUEST_ID.fullmatch(request_id) is None:
-            request_id = f"{self._request_prefix}{next(self._request_numbers):012x}"
         trace: Trace | None = None
         if self._tracing is not None:
             trace = self._tracing.start(f"{ask.method} {ask.path}", ask.headers)
         return Story(
-            request_id=request_id,
+            request_id=ask.request_id,
             # The other paths hold names.
             path=ask.path if ask.path in COUNTED_PATHS else for_log(ask.path),
             arrived=now,
@@ -338,11 +331,18 @@ class FleetRouting(Routing):
         return principal
 
     def _identity(
-        self, principal: Principal, digest: str | None, endpoint: Endpoint
+        self,
+        principal: Principal,
+        digest: str | None,
+        endpoint: Endpoint,
+        *,
+        acts_for: str | None = None,
     ) -> tuple[tuple[str, str], ...]:
         options = self.options
         token = options.vllm_api_key if endpoint.engine == "vllm" else options.router_token
-        return upstream_identity(endpoint.engine, principal, token=token, digest=digest)
+        return upstream_identity(
+            endpoint.engine, principal, token=token, digest=digest, acts_for=acts_for
+        )
 
     def _body(self, asked: _Asked, model: str, engine: Engine) -> bytes:
         tenant, salt = asked.principal.tenant, None

@@ -223,10 +223,11 @@ async def test_what_routing_refuses_is_answered_with_its_status_and_when_to_come
     client: Client, routing, error: Exception, status: int
 ) -> None:
     routing.error = error
-    await client.send(head(), body(BODY, ends=True))
+    await client.send(head(x_request_id="mine"), body(BODY, ends=True))
     answer = (await client.receive()).immediate_response
     fields = set_fields(answer.headers.set_headers)
     assert answer.status.code == status
+    assert fields["x-request-id"] == routing.asks[0].request_id == "mine"
     assert fields["retry-after"] in ("1", "3")
     assert fields["content-type"] == "application/json"
     assert msgspec.json.decode(answer.body)["error"]["code"] in (
@@ -350,6 +351,22 @@ async def test_usage_that_the_router_asked_for_is_not_passed_on(client: Client, 
     assert passed == events[0] + events[2]
     outcome = await routing.outcome()
     assert (outcome.prompt_tokens, outcome.completion_tokens) == (3, 1)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_replica_that_does_not_know_the_router_is_no_fault_of_the_client_s_key(
+    client: Client, routing, caplog, ends: bool
+) -> None:
+    await client.routed()
+    await client.send(answer_head(401, ends=ends))
+    answer = (await client.receive()).immediate_response
+    assert answer.status.code == 502
+    assert b"does not accept this router" in answer.body
+    assert set_fields(answer.headers.set_headers)["x-request-id"] == "r-1"
+    outcome = await routing.outcome()
+    assert (outcome.status, outcome.error, outcome.replica_failed) == (502, "replica_failed", False)
+    assert routing.statuses == [401]
+    assert "mural-0 answers 401" in caplog.text
 
 
 async def test_an_answer_without_a_body_ends_with_its_headers(client: Client, routing) -> None:

@@ -472,6 +472,7 @@ async def test_what_routing_refuses_is_told_and_the_connection_stays(stand: Make
         client.post(BODY)
         status, fields, body = await client.answer()
         assert (status, fields["retry-after"]) == (429, "3")
+        assert fields["x-request-id"] == here.routing.asks[-1].request_id
         assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
         assert "connection" not in fields
 

@@ -21,7 +21,7 @@ from mural_resolvers.errors import (
     Unavailable,
 )
 from mural_resolvers.names import parse_name
-from mural_resolvers.tenants import Principal, TenantLimits
+from mural_resolvers.tenants import ADMIN, Principal, TenantLimits
 from mural_resolvers.tracing import Tracing, open_tracing
 from mural_resolvers.versions import AliasTarget
 from mural_router.fleet.endpoint import Endpoint
@@ -30,7 +30,7 @@ from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
 from mural_router.placement import Fleet, PlacementPolicy, Replica, Residency
 from mural_router.routing.access_log import AccessLog
-from mural_router.routing.ask import Ask, Outcome, Routed
+from mural_router.routing.ask import Ask, Outcome, Routed, request_id_of
 from mural_router.routing.breaker import Breakers, BreakerSettings
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator
@@ -497,11 +497,67 @@ async def test_a_request_id_of_the_client_is_kept_where_it_is_one():
     made = Made(MadeUpFleet({}))
     for sent, kept in (("abc-1", True), ("a b", False), ("x" * 129, False), ("é", False)):
         body = b'{"model":"acme:v3","prompt":"x"}'
-        routed = await made.routing.route(
-            Ask("/v1/completions", ("Bearer acme",), body, headers={"x-request-id": sent})
-        )
-        assert (dict(routed.answer_headers)["x-request-id"] == sent) is kept
+        known = request_id_of({"x-request-id": sent})
+        assert (known == sent) is kept
+        ask = Ask("/v1/completions", ("Bearer acme",), body, request_id=known)
+        routed = await made.routing.route(ask)
+        assert dict(routed.answer_headers)["x-request-id"] == known
         done(routed)
+        with pytest.raises(Unauthorized):
+            await made.routing.route(Ask("/v1/completions", (), body, request_id=known))
+        assert ask.own_headers == (("x-request-id", known),)
+    lines = await made.logged()
+    assert [line["request_id"] for line in lines[0::2]] == [
+        line["request_id"] for line in lines[1::2]
+    ]
+    assert len({line["request_id"] for line in lines}) == 4
+
+
+class Admins(Authenticator):
+    def __init__(self) -> None:
+        super().__init__("keys")
+
+    def principal(self, authorization: tuple[str, ...]) -> Principal:
+        return Principal(tenant=None, rights=frozenset({ADMIN}))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "query", "tenant"),
+    [
+        ("POST", "/v1/adapters/acme:v3", "", "acme"),
+        ("POST", "/v1/adapters/acme%3Av3", "", "acme"),
+        ("GET", "/v1/adapters/acme/sql:v3/manifest", "tenant=globex", "acme"),
+        ("PUT", "/v1/adapters/acme/sql/aliases/stable", "", "acme"),
+        ("GET", "/v1/adapters", "tenant=acme", "acme"),
+        ("GET", "/v1/adapters", "", None),
+        ("GET", "/v1/adapters", "tenant=acme&tenant=globex", None),
+        ("GET", "/v1/adapters", "tenant=No%20Name", None),
+        ("GET", "/v1/adapters/", "tenant=..", None),
+    ],
+)
+async def test_an_admin_acts_for_the_tenant_that_the_request_names(
+    method: str, path: str, query: str, tenant: str | None
+):
+    made = Made(MadeUpFleet({}, {}), auth=Admins())
+    ask = Ask(path, ("Bearer x",), method=method, query=query)
+    if tenant is None:
+        with pytest.raises(InvalidInput):
+            await made.routing.forward(ask)
+        return
+    forwarded = await made.routing.forward(ask)
+    assert dict(forwarded.request_headers)["x-mural-tenant"] == tenant
+    done(forwarded, 201)
+    own = await Made(made.fleet).routing.forward(Ask(path, ("Bearer acme",), method=method))
+    assert own.endpoint == forwarded.endpoint, "who counts its uploads"
+    done(own, 201)
+
+
+async def test_a_tenant_acts_for_itself_whatever_it_names():
+    made = Made(MadeUpFleet({}))
+    ask = Ask("/v1/adapters/globex:v1", ("Bearer acme",), query="tenant=globex")
+    forwarded = await made.routing.forward(ask)
+    assert dict(forwarded.request_headers)["x-mural-tenant"] == "acme"
+    done(forwarded, 403)
 
 
 async def test_a_request_that_waits_for_nothing_is_routed_without_a_turn_of_the_loop():
