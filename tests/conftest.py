@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import random
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -180,6 +181,16 @@ def tiny_save() -> Callable[..., Path]:
 
 # -- Kubernetes -----------------------------------------------------------------------------------
 
+_SPEC = importlib.util.spec_from_file_location(
+    "kubernetes_api", Path(__file__).parent / "kubernetes_api.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_MODULE = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = _MODULE
+_SPEC.loader.exec_module(_MODULE)
+kube_api = _MODULE.kube_api
+
 CLUSTER_WAIT_S = 90.0
 
 
@@ -209,6 +220,9 @@ class Cluster:
 
     def kill_api_server(self) -> None:
         """SIGKILL, and wait for its end. `start` brings it back."""
+        # Not there in every environment that loads this file, such as one made for vLLM.
+        import psutil
+
         pid = int((self.state / "run" / "kube-apiserver").read_text().split()[0])
         process = psutil.Process(pid)
         process.kill()

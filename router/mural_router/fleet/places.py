@@ -85,11 +85,8 @@ def open_discovery(places: Iterable[str]) -> Discovery:
 def _kubernetes(text: str) -> Discovery:
     try:
         # Of use in a cluster only, and so in an extra of its own.
-        from mural_router.fleet.kubernetes import (
-            KubernetesDiscovery,
-            cluster_config,
-            parse_kubernetes,
-        )
+        from mural_resolvers.kubernetes.config import cluster_config
+        from mural_router.fleet.kubernetes import KubernetesDiscovery, parse_kubernetes
     except ImportError as error:
         raise ValueError(
             f"{text!r}: its packages are not installed ({error}): pip install 'mural[kubernetes]'"

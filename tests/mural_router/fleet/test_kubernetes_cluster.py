@@ -12,8 +12,9 @@ import pytest
 import yaml
 from lightkube.config.kubeconfig import KubeConfig
 
+from mural_resolvers.kubernetes.config import cluster_config
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.kubernetes import KubernetesDiscovery, cluster_config, parse_kubernetes
+from mural_router.fleet.kubernetes import KubernetesDiscovery, parse_kubernetes
 from mural_router.fleet.places import open_discovery
 
 pytestmark = pytest.mark.cluster

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 import pytest
-from lightkube.config.kubeconfig import SingleConfig
-from lightkube.config.models import Cluster, Context, User
 
+from mural_resolvers.kubernetes.config import cluster_config
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.kubernetes import (
-    KubernetesDiscovery,
-    KubernetesPlace,
-    cluster_config,
-    parse_kubernetes,
-)
+from mural_router.fleet.kubernetes import KubernetesDiscovery, KubernetesPlace, parse_kubernetes
 from mural_router.fleet.places import open_discovery
 
 HTTP_AND_CONTROL = ({"name": "http", "port": 8000}, {"name": "control", "port": 8001})
@@ -36,107 +28,15 @@ def slice_of(name: str, *pods: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"metadata": {"name": name}} | fields | more
 
 
-class APIServer:
-    """Lists ``slices`` at ``version``; each watch gets what `send` gives until it is cut."""
-
-    def __init__(self) -> None:
-        self.version = 10
-        self.slices: dict[str, dict[str, Any]] = {}
-        self.asked: list[dict[str, str]] = []
-        self.heads: list[str] = []
-        self.refusal: tuple[int, str] | None = None
-        self.watching = asyncio.Event()
-        self.refused = asyncio.Event()
-        self._watchers: list[asyncio.StreamWriter] = []
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                url = urlsplit(head.split()[1])
-                query = {key: values[0] for key, values in parse_qs(url.query).items()}
-                self.asked.append(query | {"path": url.path})
-                self.heads.append(head)
-                if self.refusal is not None:
-                    code, message = self.refusal
-                    self.refused.set()
-                    _answer(writer, code, {"kind": "Status", "code": code, "message": message})
-                elif "watch" not in query:
-                    metadata = {"resourceVersion": str(self.version)}
-                    _answer(writer, 200, {"metadata": metadata, "items": [*self.slices.values()]})
-                else:
-                    writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
-                    self._watchers.append(writer)
-                    self.watching.set()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass  # The client has gone.
-        finally:
-            writer.close()
-
-    def put(self, each: dict[str, Any]) -> None:
-        name = each["metadata"]["name"]
-        kind = "MODIFIED" if name in self.slices else "ADDED"
-        self.slices[name] = each
-        self.send(kind, each)
-
-    def remove(self, name: str) -> None:
-        self.send("DELETED", self.slices.pop(name))
-
-    def send(self, kind: str, each: dict[str, Any]) -> None:
-        self.version += 1
-        if "metadata" in each:
-            each = each | {"metadata": each["metadata"] | {"resourceVersion": str(self.version)}}
-        line = json.dumps({"type": kind, "object": each}).encode() + b"\n"
-        for writer in self._watchers:
-            writer.write(b"%x\r\n%s\r\n" % (len(line), line))
-
-    async def watched(self) -> None:
-        """Wait for the next watch."""
-        await asyncio.wait_for(self.watching.wait(), 20)
-        self.watching.clear()
-
-    def end(self, *, cut: bool) -> None:
-        """End every watch, as after its time or as by a broken network."""
-        for writer in self._watchers:
-            if cut:
-                writer.transport.abort()
-            else:
-                writer.write(b"0\r\n\r\n")
-        self._watchers.clear()
-
-    def since(self) -> list[str | None]:
-        """What each watch so far has begun with."""
-        return [query.get("resourceVersion") for query in self.asked if "watch" in query]
-
-    def lists(self) -> int:
-        return sum("watch" not in query for query in self.asked)
-
-
-def _answer(writer: asyncio.StreamWriter, code: int, body: object) -> None:
-    data = json.dumps(body).encode()
-    writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\n\r\n%s" % (code, len(data), data))
-
-
 @pytest.fixture
-async def api(monkeypatch):
-    monkeypatch.setattr("mural_router.fleet.kubernetes.RETRY_FIRST_S", 0.01)
-    api = APIServer()
-    listening = await asyncio.start_server(api.serve, "127.0.0.1", 0)
-    api.port = listening.sockets[0].getsockname()[1]
-    yield api
-    listening.close()
-    api.end(cut=True)
+def api(kube_api):
+    return kube_api
 
 
 @pytest.fixture
 async def told(api):
     """``await told()``: the next set of endpoints."""
-    config = SingleConfig(
-        context_name="test",
-        context=Context(cluster="test", namespace="prod"),
-        cluster=Cluster(server=f"http://127.0.0.1:{api.port}"),
-        user=User(token="the-pods-own-token"),
-    )
+    config = api.config(token="the-pods-own-token")
     discovery = KubernetesDiscovery(KubernetesPlace("mural"), config)
     sets: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
 
@@ -156,15 +56,14 @@ async def told(api):
 
 
 async def test_pods_are_replicas_with_both_ports(api, told):
-    api.slices["s"] = slice_of("s", pod("mural-1", "10.0.0.2"), pod("mural-0"))
+    api.objects["s"] = slice_of("s", pod("mural-1", "10.0.0.2"), pod("mural-0"))
     first, second = await told()
     assert first == Endpoint(name="mural-0", host="10.0.0.1", port=8000, control_port=8001)
     assert second.name == "mural-1"
-    assert api.asked[0] == {
-        "path": "/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices",
-        "labelSelector": "kubernetes.io/service-name=mural",
-    }
-    assert "Bearer the-pods-own-token" in api.heads[0]
+    asked = api.asked[0]
+    assert asked.path == "/apis/discovery.k8s.io/v1/namespaces/prod/endpointslices"
+    assert asked.query["labelSelector"] == "kubernetes.io/service-name=mural"
+    assert asked.headers["authorization"] == "Bearer the-pods-own-token"
 
 
 async def test_changes_come_without_asking_again(api, told):
@@ -184,7 +83,7 @@ async def test_changes_come_without_asking_again(api, told):
 
 @pytest.mark.parametrize("cut", [False, True])
 async def test_a_watch_that_ends_goes_on_where_it_was(api, told, cut):
-    api.slices["s"] = slice_of("s", pod("a"))
+    api.objects["s"] = slice_of("s", pod("a"))
     await told()
     await api.watched()
     api.put(slice_of("s", pod("b")))
@@ -197,26 +96,11 @@ async def test_a_watch_that_ends_goes_on_where_it_was(api, told, cut):
     assert [each.name for each in await told()] == ["c"]
 
 
-async def test_a_bookmark_moves_the_place_and_changes_nothing(api, told):
-    api.slices["s"] = slice_of("s", pod("a"))
-    await told()
-    await api.watched()
-    api.version = 500
-    api.send("BOOKMARK", {"metadata": {"name": ""}})
-    api.put(slice_of("t", pod("b")))
-    assert [each.name for each in await told()] == ["a", "b"]
-    api.send("BOOKMARK", {"metadata": {"name": ""}})
-    api.end(cut=False)
-    await api.watched()
-    assert api.since()[-1] == "503"
-    assert told.sets.empty()
-
-
 async def test_what_the_server_has_forgotten_is_listed_again(api, told):
-    api.slices["s"] = slice_of("s", pod("a"))
+    api.objects["s"] = slice_of("s", pod("a"))
     await told()
     await api.watched()
-    api.slices = {"t": slice_of("t", pod("b"))}
+    api.objects = {"t": slice_of("t", pod("b"))}
     api.send("ERROR", {"kind": "Status", "code": 410, "message": "too old resource version"})
     # What was there before the list is not what is there after it.
     assert [each.name for each in await told()] == ["b"]
@@ -224,7 +108,7 @@ async def test_what_the_server_has_forgotten_is_listed_again(api, told):
 
 
 async def test_while_the_server_refuses_what_was_found_stays(api, told, caplog):
-    api.slices["s"] = slice_of("s", pod("a"))
+    api.objects["s"] = slice_of("s", pod("a"))
     await told()
     await api.watched()
     api.refusal = (403, "endpointslices is forbidden")
@@ -244,17 +128,18 @@ async def test_a_server_that_refuses_from_the_start_is_an_empty_fleet_until_it_d
     api.refusal = (401, "Unauthorized")
     assert await told() == ()
     api.refusal = None
-    api.slices["s"] = slice_of("s", pod("a"))
+    api.objects["s"] = slice_of("s", pod("a"))
     assert [each.name for each in await told()] == ["a"]
 
 
-async def test_a_line_that_is_none_begins_the_watch_again(api, told):
-    await told()
-    await api.watched()
-    api.send("NONSENSE", {"metadata": {"name": "x"}})
-    await api.watched()
-    api.put(slice_of("s", pod("a")))
-    assert [each.name for each in await told()] == ["a"]
+async def test_a_watch_that_dies_ends_discovery(api, monkeypatch):
+    async def die(self, changed):
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr("mural_resolvers.kubernetes.watch.Watch.run", die)
+    discovery = KubernetesDiscovery(KubernetesPlace("mural"), api.config())
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        await asyncio.wait_for(anext(discovery.watch()), 20)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +172,7 @@ async def test_a_line_that_is_none_begins_the_watch_again(api, told):
     ],
 )
 async def test_slices_are_read_as_the_api_means_them(api, told, slices, expected):
-    api.slices = {each["metadata"]["name"]: each for each in slices}
+    api.objects = {each["metadata"]["name"]: each for each in slices}
     assert [(each.name, each.host, each.ready) for each in await told()] == expected
 
 
