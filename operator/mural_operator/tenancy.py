@@ -1,0 +1,190 @@
+"""From `Tenant` objects and the Secrets they name to what the others go by: who may declare what,
+and the hashes of keys for the routers. No key leaves this module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC
+from typing import Literal
+
+from mural_operator.conditions import Condition
+from mural_resolvers.errors import InvalidInput, quoted
+from mural_resolvers.kubernetes.objects import Key, SecretKey, Tenant
+from mural_resolvers.kubernetes.tenants import keys_json, namespaces_of, tenants_config
+from mural_resolvers.tenants import KeyRecord, convert_key, hash_key
+
+__all__ = ["Tenancy", "TenantVerdict", "secrets_named", "tenancy"]
+
+MAX_ENTRY_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TenantVerdict:
+    """The whole status of an object."""
+
+    conditions: tuple[Condition, ...]
+    keys: int
+    """In force."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tenancy:
+    """All tenants."""
+
+    namespaces: Mapping[str, frozenset[str]]
+    """By tenant id, those that may declare its adapters and aliases."""
+    keys: Mapping[str, tuple[KeyRecord, ...]]
+    """By tenant id."""
+    verdicts: Mapping[str, TenantVerdict]
+    """By ``namespace/name``."""
+
+    def keys_json(self) -> bytes:
+        """What the routers' Secret holds."""
+        return keys_json(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class _BadKey:
+    reason: Literal["SecretMissing", "KeyMalformed", "DuplicateKeyId"]
+    message: str
+
+
+def secrets_named(tenants: Iterable[Tenant]) -> frozenset[str]:
+    """Names of the Secrets that hold keys, in the tenants' own namespace."""
+    return frozenset(
+        key.secret_ref.name
+        for tenant in tenants
+        for key in tenant.spec.keys
+        if key.secret_ref is not None
+    )
+
+
+def tenancy(
+    tenants: Iterable[Tenant], secrets: Mapping[str, Mapping[str, bytes] | None]
+) -> Tenancy:
+    """Judge all of them together; ``secrets`` are contents by name, None or left out: absent.
+
+    A key that cannot be read is left out and told in its tenant's condition KeysAccepted; the
+    tenant's other keys hold. Of two keys with one id that of the older tenant holds.
+    """
+    every = sorted(tenants, key=lambda tenant: tenant.metadata.age)
+    _, refused = tenants_config(every, {})
+    keys: dict[str, tuple[KeyRecord, ...]] = {}
+    verdicts: dict[str, TenantVerdict] = {}
+    seen: dict[str, str] = {}
+    for tenant in every:
+        why = refused.get(tenant.metadata.key)
+        if why is not None:
+            verdicts[tenant.metadata.key] = _refused(tenant, why, keys)
+            continue
+        own, bad = _keys(tenant, secrets, seen)
+        keys[tenant.id] = own
+        verdicts[tenant.metadata.key] = _accepted(own, bad)
+    return Tenancy(namespaces_of(every), keys, verdicts)
+
+
+def _refused(tenant: Tenant, why: str, accepted: Mapping[str, object]) -> TenantVerdict:
+    reason = "Conflict" if tenant.id in accepted else "Malformed"
+    return TenantVerdict(
+        (
+            Condition("Accepted", "False", reason, why),
+            Condition(
+                "KeysAccepted",
+                "False",
+                reason,
+                "None of its keys is in force while the object is not accepted.",
+            ),
+        ),
+        keys=0,
+        reason=reason,
+    )
+
+
+def _accepted(keys: tuple[KeyRecord, ...], bad: list[_BadKey]) -> TenantVerdict:
+    accepted = Condition("Accepted", "True", "Accepted", "Routers know it.")
+    if bad:
+        more = f" So do {len(bad) - 1} more of its keys." if len(bad) > 1 else ""
+        known = Condition("KeysAccepted", "False", bad[0].reason, f"{bad[0].message}{more}")
+    elif not keys:
+        known = Condition(
+            "KeysAccepted",
+            "True",
+            "NoKeys",
+            "It has no keys, so nobody can ask as this tenant: mural tenants create-key makes one.",
+        )
+    else:
+        known = Condition("KeysAccepted", "True", "Accepted", f"{len(keys)} keys are in force.")
+    return TenantVerdict((accepted, known), len(keys), accepted.reason)
+
+
+def _keys(
+    tenant: Tenant, secrets: Mapping[str, Mapping[str, bytes] | None], seen: dict[str, str]
+) -> tuple[tuple[KeyRecord, ...], list[_BadKey]]:
+    good: list[KeyRecord] = []
+    bad: list[_BadKey] = []
+    for at, key in enumerate(tenant.spec.keys):
+        record = _read(at, key, secrets)
+        if isinstance(record, KeyRecord) and record.id in seen:
+            owner = seen[record.id]
+            whose = "this tenant" if owner == tenant.id else f"the tenant {owner}"
+            record = _BadKey(
+                "DuplicateKeyId",
+                f"spec.keys[{at}]: the key id {record.id} is taken by another key of {whose}: "
+                "make a new one with mural tenants create-key.",
+            )
+        if isinstance(record, KeyRecord):
+            seen[record.id] = tenant.id
+            good.append(record)
+        else:
+            bad.append(record)
+    return tuple(good), bad
+
+
+def _read(
+    at: int, key: Key, secrets: Mapping[str, Mapping[str, bytes] | None]
+) -> KeyRecord | _BadKey:
+    where = f"spec.keys[{at}]"
+    if key.secret_ref is None:
+        fields = {"id": key.id, "sha256": key.sha256}
+    else:
+        found = _from_secret(where, key.secret_ref, secrets)
+        if isinstance(found, _BadKey):
+            return found
+        fields = found
+    if key.expires is not None:
+        fields["expires"] = key.expires.astimezone(UTC).isoformat()
+    try:
+        return convert_key(where, fields)
+    except InvalidInput as error:
+        return _BadKey("KeyMalformed", error.message)
+
+
+def _from_secret(
+    where: str, ref: SecretKey, secrets: Mapping[str, Mapping[str, bytes] | None]
+) -> dict[str, str | None] | _BadKey:
+    """Id and hash of the key that an entry holds. What it holds is in no message."""
+    content = secrets.get(ref.name)
+    if content is None:
+        return _BadKey(
+            "SecretMissing",
+            f"{where}: there is no Secret {quoted(ref.name)} in the tenant's namespace: make it.",
+        )
+    entry = content.get(ref.key)
+    if entry is None:
+        return _BadKey(
+            "SecretMissing",
+            f"{where}: the Secret {quoted(ref.name)} has no entry {quoted(ref.key)}: add it.",
+        )
+    text = entry[:MAX_ENTRY_BYTES].decode("ascii", "replace").strip()
+    if (hashed := hash_key(text)) is not None:
+        return {"id": hashed[0], "sha256": hashed[1]}
+    key_id, colon, sha256 = text.partition(":")
+    if not colon:
+        return _BadKey(
+            "KeyMalformed",
+            f"{where}: the entry {quoted(ref.key)} of the Secret {quoted(ref.name)} is no key: "
+            "mural_<id>_<secret> is wanted, as mural tenants create-key makes it, or <id>:<sha256>.",
+        )
+    return {"id": key_id, "sha256": sha256}
