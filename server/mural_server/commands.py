@@ -499,6 +499,14 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=f"holds its token (or {CONTROL_TOKEN_VARIABLE}); needed off loopback",
     )
+    group.add_argument(
+        "--await-declared",
+        type=float,
+        metavar="SECONDS",
+        dest="await_declared_s",
+        help="not ready before an operator has declared adapters and they are resident, but no "
+        "longer than this (default 0: ready at once, and an operator's adapters come later)",
+    )
     group.add_argument("--no-control", action="store_true", help="leave the control API out")
 
 

@@ -50,6 +50,7 @@ ADAPTER_MIN_BYTES = 64 * MiB
 ADAPTER_MAX_BYTES = 4 * GiB
 MAX_LORA_RANK_LIMIT = 512
 MIN_TOKEN_CHARS = 16
+MAX_AWAIT_S = 3600.0
 
 
 class SettingsError(ValueError):
@@ -237,6 +238,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """None: no control API."""
     control_token: str | None = None
     """None: the control API is open, which is allowed on loopback only."""
+    await_declared_s: float = 0.0
+    """For how long the server is not ready until an operator has declared adapters and they are
+    resident; then it is ready all the same. 0: it does not wait."""
     served_model_name: tuple[str, ...] = ()
     """The base's names, the first being the main one; empty: the model's folder or file name."""
     lora_modules: tuple[LoRAModule, ...] = ()
@@ -338,6 +342,14 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 or bool(self.control_token),
                 f"The control API would be open to the network on {self.control_host}: give it a "
                 "token with --control-token-file or MURAL_CONTROL_TOKEN, or bind it to 127.0.0.1.",
+            ),
+            (
+                0 <= self.await_declared_s <= MAX_AWAIT_S,
+                f"await_declared_s is {self.await_declared_s}: set it from 0 to {MAX_AWAIT_S:g}.",
+            ),
+            (
+                self.await_declared_s == 0 or self.control_port is not None,
+                "--await-declared waits for the control API: leave out --no-control.",
             ),
             (
                 (self.ssl_certfile is None) == (self.ssl_keyfile is None),

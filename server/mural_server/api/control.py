@@ -19,7 +19,7 @@ from mural_server.api.sse import EventStream
 from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed, adapter_status
 from mural_server.api.status import get_health, get_ready
-from mural_server.catalog import OPERATOR
+from mural_server.catalog import OPERATOR, AdapterView, AdminActions
 from mural_server.protocol.wire import (
     DeclaredAnswer,
     DeclaredRequest,
@@ -86,9 +86,7 @@ def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: _Gate) -> 
         gate.check(request.headers)
         wanted = await _body(request, ResidentRequest)
         with audited(state.audit, OPERATOR, "make_resident", wanted.name) as about:
-            view = await state.catalog.admin.make_resident(
-                wanted.name, digest=wanted.digest, level=wanted.level, pinned=wanted.pinned
-            )
+            view = await _make_resident(state.catalog.admin, wanted)
             about.digest = view.digest
         return _json(adapter_status(view))
 
@@ -131,6 +129,20 @@ async def _body(request: Request, kind: type[T]) -> T:
         raise BadParameter(f"The body is not what is wanted here: {str(error)[:300]}.") from None
 
 
+async def _make_resident(admin: AdminActions, wanted: ResidentRequest) -> AdapterView:
+    if wanted.level != "disk":
+        return await admin.make_resident(
+            wanted.name,
+            digest=wanted.digest,
+            level=wanted.level,
+            pinned=wanted.pinned,
+            source=wanted.source,
+        )
+    if wanted.pinned:
+        raise BadParameter("Only what is resident can be pinned, not what is on disk.", at="pinned")
+    return await admin.prefetch(wanted.name, digest=wanted.digest, source=wanted.source)
+
+
 async def _remove(state: AppState, name: str) -> FreedAnswer:
     if name in state.catalog.served:
         raise BadParameter("The base model cannot be unloaded.", at="name")
@@ -151,10 +163,11 @@ def _declare(state: AppState, wanted: DeclaredRequest) -> DeclaredAnswer:
         raise BadParameter(f"At most {MAX_DECLARED} names can be declared.", at="names")
     for name in wanted.names:
         _check_name(name)
-    state.declared = frozenset(_canonical(name) for name in wanted.names)
-    missing = state.missing()
+    readiness = state.readiness
+    readiness.declare(_canonical(name) for name in wanted.names)
+    missing = readiness.missing(state.resident())
     return DeclaredAnswer(
-        resident=tuple(sorted(state.declared - set(missing))), missing=tuple(missing)
+        resident=tuple(sorted(readiness.declared.difference(missing))), missing=tuple(missing)
     )
 
 

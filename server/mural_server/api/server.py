@@ -35,6 +35,7 @@ from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
 from mural_server.api.control import create_control_app
 from mural_server.api.http_protocol import OpenAIHttpProtocol
 from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector, UploadsCollector
+from mural_server.api.readiness import Readiness
 from mural_server.api.router_identity import RouterIdentity
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
@@ -155,6 +156,7 @@ async def build_state(
             tracing=tracing,
             accounts=accounts,
             defaults=defaults,
+            readiness=Readiness(settings.await_declared_s),
             started_at=int(time.time()),
         )
     finally:

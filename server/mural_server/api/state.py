@@ -14,6 +14,7 @@ from mural_resolvers.uploads import Uploads
 from mural_server.api.admission import Admission
 from mural_server.api.auth import Authenticator
 from mural_server.api.metrics import Metrics, SourcesCollector
+from mural_server.api.readiness import Readiness
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.text import TextPipeline
 from mural_server.catalog import AdapterCatalog
@@ -42,7 +43,7 @@ class TenantSalts:
 
 @dataclass(slots=True, kw_only=True)
 class AppState:
-    """One server. ``declared`` are the names that must be resident before it is ready."""
+    """One server."""
 
     settings: ServerSettings
     client: EngineClient
@@ -59,17 +60,16 @@ class AppState:
     accounts: TenantAccounts = field(default_factory=TenantAccounts)
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     salts: TenantSalts = field(default_factory=TenantSalts)
-    declared: frozenset[str] = frozenset()
+    readiness: Readiness = field(default_factory=Readiness)
     started_at: int = 0
 
     @property
     def max_model_len(self) -> int:
         return self.client.info.max_model_len
 
-    def missing(self) -> list[str]:
-        """Declared names whose weights are not resident."""
-        resident = {view.name for view in self.catalog.view() if view.state != "disk"}
-        return sorted(self.declared - resident)
+    def resident(self) -> set[str]:
+        """Names whose weights are in memory."""
+        return {view.name for view in self.catalog.view() if view.state != "disk"}
 
     def not_ready(self) -> str | None:
         """Why no request should be sent here, or None."""
@@ -77,7 +77,4 @@ class AppState:
             return "The engine core has died."
         if not self.admission.accepting:
             return self.admission.refusal
-        missing = self.missing()
-        if missing:
-            return f"{len(missing)} of {len(self.declared)} declared adapters are not resident yet."
-        return None
+        return self.readiness.waits_for(self.resident)

@@ -160,7 +160,7 @@ class StateFeed:
             prefix=PrefixStatistics(queries=stats.prefix_queries, hits=stats.prefix_hits),
             accepting=state.admission.accepting,
             ready=state.not_ready() is None,
-            declared=tuple(sorted(state.declared)),
+            declared=tuple(sorted(state.readiness.declared)),
             adapters={
                 view.name: adapter_status(
                     view, load=in_half_octaves(state.metrics.traffic.rate(view.name))

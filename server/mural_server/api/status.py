@@ -22,7 +22,7 @@ def get_health(state: AppState) -> Response:
 
 
 def get_ready(state: AppState) -> Response:
-    """200 while requests are taken and the declared adapters are resident."""
+    """200 while requests are taken, from when the declared adapters were resident once."""
     reason = state.not_ready()
     if reason is not None:
         raise Unavailable(reason)

@@ -15,8 +15,15 @@ last name.
 ===============  ==============================================================================
 """
 
-from mural_server.catalog.admin import AlreadyLoaded
+from mural_server.catalog.admin import AdminActions, AlreadyLoaded
 from mural_server.catalog.catalog import AdapterCatalog
 from mural_server.catalog.names import OPERATOR, AdapterView, ServedModel
 
-__all__ = ["OPERATOR", "AdapterCatalog", "AdapterView", "AlreadyLoaded", "ServedModel"]
+__all__ = [
+    "OPERATOR",
+    "AdapterCatalog",
+    "AdapterView",
+    "AdminActions",
+    "AlreadyLoaded",
+    "ServedModel",
+]

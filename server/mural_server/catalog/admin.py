@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from mural_resolvers.errors import (
@@ -21,6 +22,7 @@ from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.manifest import Manifest, checked_manifest
 from mural_resolvers.names import AdapterName, validate_admin_name
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
+from mural_resolvers.tenants import Principal
 from mural_resolvers.turns import KeyedLocks
 from mural_server.catalog.lookup import LookUp
 from mural_server.catalog.names import (
@@ -129,28 +131,88 @@ class AdminActions:
         return await self._residency.pin(entry.lora.lora_int_id, pinned=False)
 
     async def make_resident(
-        self, name: str, *, digest: str | None, level: AdapterLevel, pinned: bool
+        self,
+        name: str,
+        *,
+        digest: str | None,
+        level: AdapterLevel,
+        pinned: bool,
+        source: str | None = None,
     ) -> AdapterView:
-        """Idempotent; raises `Conflict` when the content is another than ``digest``."""
-        if name in self._served:
-            raise InvalidInput("The base model is always resident.")
-        self._look_up.authorize(OPERATOR, name)
-        try:
-            async with asyncio.timeout(self._adapter_wait_s):
-                entry = await self._look_up.find(OPERATOR, name)
-        except TimeoutError:
-            raise Unavailable("No source answered in time.", retry_after_s=RETRY_AFTER_S) from None
-        if digest is not None and digest != entry.lora.digest:
-            raise Conflict(f"{quoted(entry.name)} has the digest {entry.lora.digest} here.")
-        info = await self._residency.add(OPERATOR, entry, level, pinned)
+        """Idempotent; raises `Conflict` when the content is another than ``digest``.
+
+        With ``source`` no other source is asked, nor believed.
+        """
+        asker = self._asker(name, source)
+        entry = await self._content(asker, name, digest)
+        info = await self._residency.add(asker, entry, level, pinned)
         if info.pinned != pinned:
             info = await self._residency.pin(entry.lora.lora_int_id, pinned=pinned)
         self._names.changed()
         return entry.view(info, loading=self._residency.is_loading(entry.lora.lora_int_id))
 
+    async def prefetch(self, name: str, *, digest: str | None, source: str | None) -> AdapterView:
+        """Have the files on this machine, as `make_resident` does, and load nothing.
+
+        They are leased for a moment, then stay as whatever else is cached does. Raises
+        `InvalidInput` where there is no disk cache.
+        """
+        asker = self._asker(name, source)
+        if not self._look_up.caches:
+            raise InvalidInput("There is no disk cache here: every source lies on this machine.")
+        entry = await self._content(asker, name, digest)
+        if entry.cached:
+            await self._fetch(asker, entry)
+        self._names.changed()
+        lora_int_id = entry.lora.lora_int_id
+        return entry.view(
+            self._residency.resident().get(lora_int_id),
+            loading=self._residency.is_loading(lora_int_id),
+        )
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` when idle actions still hold locks."""
         assert self._name_locks.idle
+
+    # -- finding ----------------------------------------------------------------------------------
+
+    def _asker(self, name: str, source: str | None) -> Principal:
+        """The operator, or the operator as one who may ask a single source."""
+        if name in self._served:
+            raise InvalidInput("The base model is always resident.")
+        if source is None:
+            return OPERATOR
+        if source not in self._look_up.sources:
+            known = ", ".join(self._look_up.sources) or "none"
+            raise InvalidInput(f"There is no source {quoted(source)} here; there is {known}.")
+        if name in self._names.admin:
+            raise InvalidInput(f"{quoted(name)} is an admin's name, which is of no source.")
+        return replace(OPERATOR, rights=frozenset(), grants=("*",), sources=frozenset({source}))
+
+    async def _content(self, asker: Principal, name: str, digest: str | None) -> Entry:
+        self._look_up.authorize(asker, name)
+        try:
+            async with asyncio.timeout(self._adapter_wait_s):
+                entry = await self._look_up.find(asker, name)
+        except TimeoutError:
+            raise Unavailable("No source answered in time.", retry_after_s=RETRY_AFTER_S) from None
+        if digest is not None and digest != entry.lora.digest:
+            raise Conflict(f"{quoted(entry.name)} has the digest {entry.lora.digest} here.")
+        return entry
+
+    async def _fetch(self, asker: Principal, entry: Entry) -> None:
+        """Have cached content where it was found, though it may have been evicted since."""
+        lora_int_id = entry.lora.lora_int_id
+        self._residency.hold(lora_int_id)
+        try:
+            async with asyncio.timeout(self._adapter_wait_s):
+                await self._residency.leases.folder(asker, entry)
+        except TimeoutError:
+            raise Unavailable(
+                "The adapter could not be fetched in time.", retry_after_s=RETRY_AFTER_S
+            ) from None
+        finally:
+            self._residency.release(lora_int_id)
 
     # -- registering ------------------------------------------------------------------------------
 

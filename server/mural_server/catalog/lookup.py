@@ -57,6 +57,16 @@ class LookUp:
         self._rechecks: dict[tuple[str, Asker], asyncio.Task[None]] = {}
         self._aliases: OrderedDict[tuple[str, Asker], tuple[float, Entry]] = OrderedDict()
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The names of the sources, in the order in which they are asked."""
+        return self._registry.source_names
+
+    @property
+    def caches(self) -> bool:
+        """Whether there is a disk cache, which there is where a source downloads."""
+        return self._registry.fetcher is not None
+
     def authorize(self, principal: Principal, model: str) -> None:
         """Raise `Forbidden` or `MalformedName`, from the name alone, before any look-up."""
         entry = self._names.admin.get(model)
@@ -149,6 +159,7 @@ class LookUp:
             adapter = await self._residency.leases.making_room(
                 lambda: self._registry.resolve(principal, name)
             )
+            entry = self._remember(adapter, asker)
         except Unavailable as error:
             # A source that is down takes nothing away from what is known already.
             if known is not None:
@@ -171,7 +182,6 @@ class LookUp:
         except (Conflict, TooLarge, UnusableAdapter) as error:
             log_refusal(name.short, error)
             raise
-        entry = self._remember(adapter, asker)
         if adapter.alias_ttl_s > 0:
             self._note_alias(name, asker, entry, adapter.alias_ttl_s)
         return entry
@@ -182,6 +192,11 @@ class LookUp:
         if old is not None and old.lora.digest == digest:
             self._note(old, adapter, asker)
             return old
+        if old is not None and adapter.source not in old.sources:
+            raise Conflict(
+                f"{quoted(short)} has the digest {old.lora.digest} here, and other content in "
+                f"the source {quoted(adapter.source)}."
+            )
         if old is not None:
             # A version is immutable, so its folder was tampered with: never mix the two.
             logger.warning("the content of %s changed in its source", short)

@@ -66,16 +66,46 @@ async def test_refusals_keep_their_status(controlled, control):
     assert caught.value.status == 400
 
 
-async def test_declared_adapters_hold_back_readiness(controlled, control):
-    assert await control.ready()
+async def test_declared_adapters_hold_back_readiness_until_they_were_there_once(
+    start_server, adapter_dir
+):
+    server = await start_server(adapter_dir=str(adapter_dir), await_declared_s=600)
+    control = ControlClient("127.0.0.1", server.control_port)
+    assert not await control.ready()
     answer = await control.declare(("acme:v1", "acme:v2"))
     assert answer.missing == ("acme:v1", "acme:v2")
-    assert not await control.ready()
-    assert (await controlled.http.get("/ready")).status_code == 503
+    assert (await server.http.get("/ready")).status_code == 503
     for name in ("acme:v1", "acme:v2"):
+        assert not await control.ready()
         await control.set_resident(name)
     assert await control.ready()
+    assert (await server.http.get("/ready")).status_code == 200
     assert (await control.declare(("acme:v1",))).resident == ("acme:v1",)
+    await control.remove("acme:v1")
+    assert (await control.declare(("acme:v1", "globex:v1"))).missing == ("acme:v1", "globex:v1")
+    assert await control.ready()
+
+
+async def test_without_a_wait_for_it_a_declaration_takes_nobody_out_of_service(controlled, control):
+    await control.declare(("acme:v1",))
+    assert await control.ready()
+    states = control.states()
+    state = await anext(states)
+    await states.aclose()
+    assert (state.ready, state.declared) == (True, ("acme:v1",))
+
+
+async def test_only_what_is_resident_can_be_pinned(control):
+    with pytest.raises(ControlError) as caught:
+        await control.set_resident("acme:v1", level="disk", pinned=True)
+    assert caught.value.status == 400
+
+
+async def test_where_no_source_downloads_there_is_no_disk_to_fetch_to(controlled, control):
+    with pytest.raises(ControlError, match="no disk cache") as caught:
+        await control.set_resident("acme:v1", level="disk")
+    assert caught.value.status == 400
+    assert controlled.engine.loads == []
 
 
 async def test_drain_takes_no_more_requests(controlled, control):
@@ -195,7 +225,7 @@ async def test_deltas_applied_give_the_next_snapshot(feed, server):
     server.engine.numbers.running = 3
     server.engine.numbers.prefix_hits = 5
     await server.complete(model="acme:v1")
-    server.state.declared = frozenset({"globex:v1"})
+    server.state.readiness.declare({"globex:v1"})
     feed.refresh()
     delta = difference(old, feed.snapshot)
     assert apply(old, delta) == feed.snapshot
