@@ -19,11 +19,10 @@ from tempfile import TemporaryDirectory
 
 from mural_resolvers.tenants import TenantsFile
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.report import Base
 from mural_router.limits.estimate import estimate_tokens
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
-from mural_router.placement import Fleet, PlacementPolicy, PlacementRequest, Replica, choose
+from mural_router.placement import Base, Fleet, PlacementPolicy, PlacementRequest, Replica, choose
 from mural_router.routing.access_log import AccessLog
 from mural_router.routing.ask import Ask, Outcome, Routed
 from mural_router.routing.breaker import Breakers, BreakerSettings

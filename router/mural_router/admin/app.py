@@ -17,6 +17,7 @@ from mural_resolvers.errors import InvalidInput, MuralError, Unavailable, error_
 from mural_resolvers.tenants import ADMIN, Principal
 from mural_router.admin.collectors import RouterCollector
 from mural_router.fleet.member import MemberView
+from mural_router.fleet.report import Report
 from mural_router.placement import PlacementRequest
 from mural_router.routing.target import find_target
 from mural_router.running import Router
@@ -79,7 +80,8 @@ def _replicas(router: Router) -> list[dict[str, object]]:
 
 def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, object]:
     replica, name = member.replica, member.endpoint.name
-    adapters = sorted(replica.adapters)
+    report = member.report or Report(ready=False)
+    adapters = sorted(report.adapters)
     return {
         "name": name,
         "engine": member.endpoint.engine,
@@ -99,7 +101,7 @@ def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, obje
         "tokens_per_s": replica.tokens_per_s,
         "slots": replica.slots,
         "adapters": {
-            at: dataclasses.asdict(replica.adapters[at]) for at in adapters[:MAX_ADAPTERS]
+            at: dataclasses.asdict(report.adapters[at]) for at in adapters[:MAX_ADAPTERS]
         },
         "adapters_known": len(adapters),
     }

@@ -12,14 +12,13 @@ from mural_router.fleet.follower import Follower, Listener, TlsContext
 from mural_router.fleet.report import (
     MAX_ADAPTERS,
     Report,
-    base_names,
     count,
     exact_name,
     rate,
     ratio,
     residency,
 )
-from mural_router.placement import Residency
+from mural_router.placement import Residency, base_names
 from mural_server.protocol import (
     AdapterStatus,
     ControlClient,

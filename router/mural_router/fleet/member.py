@@ -11,8 +11,8 @@ from typing import NamedTuple
 from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follower import Follower, Listener
-from mural_router.fleet.report import Base, Report
-from mural_router.placement import Replica
+from mural_router.fleet.report import Report
+from mural_router.placement import Base, Replica
 
 __all__ = ["Member", "MemberView"]
 
@@ -199,9 +199,9 @@ class Member(Listener):
             return "no connection to its port"
         if not report.ready:
             return "not ready, or draining, by its own word"
-        if report.base_names[:1] != base.model_names[:1]:
+        if not report.base.same_model(base):
             return "serves another base model"
-        if report.spec_hash and base.spec_hash and report.spec_hash != base.spec_hash:
+        if not report.base.same_spec(base):
             return "its base model takes other adapters"
         return None
 

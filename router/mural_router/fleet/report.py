@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
 
 from mural_resolvers.errors import MalformedName
 from mural_resolvers.names import parse_name, validate_admin_name
-from mural_router.placement import Residency
+from mural_router.placement import Base, Residency
 from mural_server.protocol import AdapterStatus
 
 __all__ = [
     "MAX_ADAPTERS",
-    "Base",
     "Report",
-    "agreed_base",
-    "base_names",
     "count",
     "exact_name",
     "rate",
@@ -30,12 +25,10 @@ __all__ = [
 
 MAX_ADAPTERS = 20_000
 """Names kept of one replica; about 10 MB."""
-MAX_BASE_NAMES = 16
 MAX_COUNT = 1 << 50
 MAX_RATE = 1e9
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_BASE_NAME = re.compile(r"[A-Za-z0-9/._@ -]{1,256}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +57,10 @@ class Report:
     dropped: int = 0
     """Names that it told and that were not kept: malformed, or too many."""
 
-
-class Base(NamedTuple):
-    """The base model that the fleet serves."""
-
-    model_names: tuple[str, ...] = ()
-    spec_hash: str = ""
-
-
-def agreed_base(reports: Iterable[Report]) -> Base | None:
-    """The base model that most of the replicas serve; None when none tells of any.
-
-    The same for every router that sees the same replicas: of equals the first in order.
-    """
-    votes = Counter(
-        Base(report.base_names, report.spec_hash) for report in reports if report.base_names
-    )
-    # vLLM pods do not tell what adapters may target: they side with those that do.
-    told = {base.model_names[0] for base in votes if base.spec_hash}
-    ranked = sorted(
-        (base for base in votes if base.spec_hash or base.model_names[0] not in told),
-        key=lambda base: (-votes[base], base),
-    )
-    return ranked[0] if ranked else None
+    @property
+    def base(self) -> Base:
+        """What it serves."""
+        return Base(self.base_names, self.spec_hash)
 
 
 @lru_cache(maxsize=65_536)
@@ -110,11 +84,6 @@ def residency(status: AdapterStatus) -> Residency:
         requests=count(status.requests),
         load=rate(status.load),
     )
-
-
-def base_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that a base model may have: none that could be a tenant's adapter at a version."""
-    return tuple(name for name in names[:MAX_BASE_NAMES] if _BASE_NAME.fullmatch(name))
 
 
 def count(value: int) -> int:

@@ -13,9 +13,8 @@ from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follow import MuralFollower
 from mural_router.fleet.follower import Follower, Listener
 from mural_router.fleet.member import Member, MemberView
-from mural_router.fleet.report import Base, agreed_base
 from mural_router.fleet.scrape import VLLMFollower
-from mural_router.placement import Fleet
+from mural_router.placement import Base, Fleet, agreed_base
 
 __all__ = ["FleetSettings", "FleetView"]
 
@@ -156,7 +155,7 @@ class FleetView:
         members = [self._members[name] for name in sorted(self._members)]
         self.base = (
             agreed_base(
-                member.report
+                member.report.base
                 for member in members
                 if member.report is not None and not member.stale
             )

@@ -3,9 +3,10 @@
 The operator calls them too, so that both agree. No web framework, no torch, no I/O, no clock.
 """
 
-from mural_router.placement.choose import Choice, Reason, choose
+from mural_router.placement.base import Base, agreed_base, base_names
+from mural_router.placement.choose import Choice, Reason, choose, homes_of
 from mural_router.placement.explain import Explanation, explain
-from mural_router.placement.fleet import Fleet, PlacementRequest, Replica, Residency
+from mural_router.placement.fleet import Fleet, PlacementRequest, Replica, Residency, Resident
 from mural_router.placement.ledger import LoadLedger, Loads, reported_loads
 from mural_router.placement.order import order
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
@@ -13,6 +14,7 @@ from mural_router.placement.replicas import replicas_for
 
 __all__ = [
     "DEFAULT_POLICY",
+    "Base",
     "Choice",
     "Explanation",
     "Fleet",
@@ -23,8 +25,12 @@ __all__ = [
     "Reason",
     "Replica",
     "Residency",
+    "Resident",
+    "agreed_base",
+    "base_names",
     "choose",
     "explain",
+    "homes_of",
     "order",
     "replicas_for",
     "reported_loads",

@@ -5,20 +5,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from mural_router.placement.hashing import Members, members_of
 from mural_router.placement.policy import PlacementPolicy
 
-__all__ = ["AdapterFacts", "Fleet", "Homes", "Level", "PlacementRequest", "Replica", "Residency"]
+__all__ = [
+    "AdapterFacts",
+    "Fleet",
+    "Homes",
+    "Level",
+    "PlacementRequest",
+    "Replica",
+    "Residency",
+    "Resident",
+]
 
 PLACES_LOOKED_ON = 8
 FACTS_KEPT = 20_000
 """Adapters per fleet; names that nobody holds are remembered too."""
 
 Level = Literal["disk", "host", "slot"]
+
+
+class Resident(Protocol):
+    """What placement reads of one adapter on one replica."""
+
+    @property
+    def level(self) -> Level: ...
+    @property
+    def digest(self) -> str: ...
+    @property
+    def loading(self) -> bool: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def load(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +94,7 @@ class Replica:
     """0 to 1."""
     tokens_per_s: float = 0.0
     """Generated, over the last seconds."""
-    adapters: Mapping[str, Residency] = field(default_factory=dict)
+    adapters: Mapping[str, Resident] = field(default_factory=dict)
     """By exact name."""
 
 

@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.report import Base
 from mural_router.placement import (
+    Base,
     Explanation,
     Fleet,
     LoadLedger,
@@ -40,6 +40,10 @@ class FleetSource(Protocol):
     def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]: ...
 
 
+def _undeclared(adapter: str) -> None:
+    """Without objects no adapter has a k of its own."""
+
+
 class Attempt(msgspec.Struct, eq=False):
     """One request at one replica, until `Dispatch.end`."""
 
@@ -67,8 +71,12 @@ class Dispatch:
         policy: PlacementPolicy,
         clock: Callable[[], float],
         freed: Callable[[], None],
+        declared: Callable[[str], int | None] = _undeclared,
     ) -> None:
-        """``freed`` is told whenever there may be capacity that was not there before."""
+        """``freed`` is told whenever there may be capacity that was not there before.
+
+        ``declared`` gives the k that an object declares for an exact name, asked for each choice.
+        """
         self.source = source
         self.breakers = breakers
         self.policy = policy
@@ -76,6 +84,7 @@ class Dispatch:
         self._metrics = metrics
         self._clock = clock
         self._freed = freed
+        self._declared = declared
         self._by_authority: dict[str, str] = {}
         self._least_rank = 0
         self._least_bytes = 0
@@ -97,7 +106,13 @@ class Dispatch:
         """A place for a request, which `end` gives back; None: nobody that may has room."""
         now = self._clock()
         request = self._without_broken(request, now)
-        choice = choose(request, self.source.fleet, self.ledger.loads, policy=self.policy)
+        choice = choose(
+            request,
+            self.source.fleet,
+            self.ledger.loads,
+            declared=self.declared(request),
+            policy=self.policy,
+        )
         if choice is None:
             return None
         endpoint = self.source.endpoint(choice.replica.name)
@@ -124,8 +139,13 @@ class Dispatch:
             self._without_broken(request, self._clock()),
             self.source.fleet,
             self.ledger.loads,
+            declared=self.declared(request),
             policy=self.policy,
         )
+
+    def declared(self, request: PlacementRequest) -> int | None:
+        """The k that is declared for what is asked for; None: it follows from the load."""
+        return None if request.adapter is None else self._declared(request.adapter)
 
     def group(self, request: PlacementRequest) -> Hashable:
         """Requests that want the same capacity: where one finds none, no other of them will."""

@@ -11,8 +11,7 @@ import msgspec
 from mural_resolvers.errors import Unavailable
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.tenants import Principal, authorize, authorize_base
-from mural_router.fleet.report import Base
-from mural_router.placement import Fleet
+from mural_router.placement import Base, Fleet
 from mural_router.routing.versions import Exact, Versions
 
 __all__ = ["Target", "Targets", "find_target", "is_registered"]

@@ -14,12 +14,10 @@ from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follow import BURST, Budget, StateReader
 from mural_router.fleet.report import (
     MAX_COUNT,
-    Base,
     Report,
-    agreed_base,
-    base_names,
     exact_name,
 )
+from mural_router.placement import Base, agreed_base, base_names
 from mural_server.protocol import (
     AdapterStatus,
     Delta,
@@ -111,10 +109,10 @@ def test_a_base_has_no_name_that_could_be_a_tenants():
 def test_most_replicas_decide_which_base_it_is_and_all_routers_alike():
     ours = Report(ready=True, base_names=("tiny",), spec_hash="1")
     liar = Report(ready=True, base_names=("acme",), spec_hash="0")
-    assert agreed_base([ours, liar, ours]) == Base(("tiny",), "1")
-    assert agreed_base([liar, ours]) == agreed_base([ours, liar])
+    assert agreed_base([ours.base, liar.base, ours.base]) == Base(("tiny",), "1")
+    assert agreed_base([liar.base, ours.base]) == agreed_base([ours.base, liar.base])
     assert agreed_base([]) is None
-    assert agreed_base([replace(ours, base_names=())]) is None
+    assert agreed_base([replace(ours, base_names=()).base]) is None
 
 
 @given(st.text(max_size=300))

@@ -25,10 +25,9 @@ from mural_resolvers.tenants import ADMIN, Principal, TenantLimits
 from mural_resolvers.tracing import Tracing, open_tracing
 from mural_resolvers.versions import AliasTarget
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.report import Base
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
-from mural_router.placement import Fleet, PlacementPolicy, Replica, Residency
+from mural_router.placement import Base, Fleet, PlacementPolicy, Replica, Residency
 from mural_router.routing.access_log import AccessLog
 from mural_router.routing.ask import Ask, Outcome, Routed, request_id_of
 from mural_router.routing.breaker import Breakers, BreakerSettings

@@ -7,8 +7,7 @@ import pytest
 from mural_resolvers.errors import AdapterNotFound, Forbidden
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import AliasTarget
-from mural_router.fleet.report import Base
-from mural_router.placement import Fleet, Replica, Residency
+from mural_router.placement import Base, Fleet, Replica, Residency
 from mural_router.routing.target import Target, Targets, find_target
 from mural_router.routing.versions import KnownVersions, Versions, VersionSettings, VersionSource
 
