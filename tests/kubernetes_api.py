@@ -31,11 +31,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the next request gets, whatever it asks. ``body`` is sent as it is, or as JSON."""
+    """What a request gets, whatever it asks. ``body``: bytes, or sent as JSON."""
 
     status: int
-    body: Any = b""
-    headers: dict[str, str] | None = None
+    body: Any
+    headers: dict[str, str]
 
 
 class FakeAPI:
@@ -90,6 +90,11 @@ class FakeAPI:
         for writer in self._open:
             writer.transport.abort()
         self._watchers.clear()
+
+    def answer(self, status: int, body: Any = b"", *, times: int = 1, **headers: str) -> None:
+        """What the next request gets, whatever it asks. ``retry_after="1"`` is a header."""
+        fields = {name.replace("_", "-"): text for name, text in headers.items()}
+        self.answers.extend([Answer(status, body, fields)] * times)
 
     def put(self, each: dict[str, Any]) -> None:
         name = each["metadata"]["name"]
@@ -161,7 +166,7 @@ class FakeAPI:
             await asyncio.Event().wait()
         elif self.answers:
             given = self.answers.popleft()
-            _write(writer, given.status, given.body, given.headers or {})
+            _write(writer, given.status, given.body, given.headers)
         elif self.refusal is not None:
             code, message = self.refusal
             self.refused.set()

@@ -18,7 +18,7 @@ def cluster_config() -> SingleConfig:
         config = KubeConfig.from_env().get()
     except ConfigError as error:
         raise ValueError(f"no Kubernetes to ask: {error}") from None
-    except (KeyError, TypeError, ValueError, OSError, yaml.YAMLError) as error:
+    except (AttributeError, LookupError, TypeError, ValueError, OSError, yaml.YAMLError) as error:
         # A name that nothing has, a field of another form, a file that is not for us to read.
         problem = f"{type(error).__name__}: {error}"
         raise ValueError(
