@@ -138,8 +138,10 @@ class EventRecorder:
         while True:
             said = await self._queue.get()
             record = self._records.get(said)
-            if record is not None and record.count > record.written:
-                record.waiting = False
+            if record is None:
+                continue
+            record.waiting = False
+            if record.count > record.written:
                 await self._send(said, record)
                 await asyncio.sleep(SPACING_S)
 
