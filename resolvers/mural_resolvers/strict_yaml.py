@@ -6,13 +6,16 @@ and a boolean of ``no``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import yaml
 
 from mural_resolvers.errors import InvalidInput
 
-__all__ = ["YamlValue", "parse_yaml"]
+__all__ = ["YamlDocument", "YamlValue", "parse_yaml", "parse_yaml_documents"]
+
+T = TypeVar("T")
 
 YamlValue = None | str | list["YamlValue"] | dict["YamlValue", "YamlValue"]
 
@@ -40,10 +43,49 @@ class _Loader(_Base):
         return None if not node.style and value in ("", "~", "null") else value
 
 
+class YamlDocument(NamedTuple):
+    """One of several in a file; ``line`` is where its content begins, from 1 on."""
+
+    line: int
+    value: YamlValue
+
+
 def parse_yaml(data: bytes) -> YamlValue:
     """Parse one document in UTF-8; raise ``InvalidInput`` with the line for everything else."""
+
+    def load(text: str) -> YamlValue:
+        value: YamlValue = yaml.load(text, _Loader)
+        return value
+
+    return _refusing(load, data)
+
+
+def parse_yaml_documents(data: bytes) -> list[YamlDocument]:
+    """Parse a file of any number of documents, in the same way; those with no content are left out.
+
+    Raises ``InvalidInput`` with the line.
+    """
+    return _refusing(_documents, data)
+
+
+def _documents(text: str) -> list[YamlDocument]:
+    found: list[YamlDocument] = []
+    loader = _Loader(text)
     try:
-        value: YamlValue = yaml.load(data.decode("utf-8"), _Loader)
+        while loader.check_node():
+            node = loader.get_node()
+            assert node is not None, "there was one to check"
+            value: YamlValue = loader.construct_document(node)
+            if value is not None:
+                found.append(YamlDocument(node.start_mark.line + 1, value))
+    finally:
+        loader.dispose()
+    return found
+
+
+def _refusing(load: Callable[[str], T], data: bytes) -> T:
+    try:
+        return load(data.decode("utf-8"))
     except UnicodeDecodeError:
         raise InvalidInput("This is not UTF-8.") from None
     except RecursionError:
@@ -53,4 +95,3 @@ def parse_yaml(data: bytes) -> YamlValue:
         place = "" if mark is None else f"Line {mark.line + 1}, column {mark.column + 1}: "
         problem = getattr(error, "problem", None) or "this is not YAML"
         raise InvalidInput(f"{place}{problem}.") from None
-    return value

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from mural_resolvers.errors import InvalidInput
-from mural_resolvers.strict_yaml import parse_yaml
+from mural_resolvers.strict_yaml import parse_yaml, parse_yaml_documents
 
 
 def test_a_scalar_stays_the_text_that_was_written() -> None:
@@ -56,3 +56,16 @@ def test_the_line_of_an_error_is_told(text: bytes, told: str) -> None:
 
 def test_a_tag_makes_no_object() -> None:
     assert parse_yaml(b"!!python/object/apply:os.system [id]") == ["id"]
+
+
+def test_several_documents_are_told_with_their_lines() -> None:
+    text = b"# first\na: 1\n---\n---\n# third\n\n- b\n...\n---\nc\n"
+
+    assert parse_yaml_documents(text) == [(2, {"a": "1"}), (7, ["b"]), (10, "c")]
+    assert parse_yaml_documents(b"# nothing\n") == []
+
+
+@pytest.mark.parametrize("text", [b"a: 1\n---\nb: [\n", b"a: 1\n---\nb: 1\nb: 2\n", b"\xff"])
+def test_a_bad_document_refuses_them_all(text: bytes) -> None:
+    with pytest.raises(InvalidInput):
+        parse_yaml_documents(text)
