@@ -45,6 +45,7 @@ from mural_server.lora.targets import admits
 
 __all__ = [
     "BaseDigest",
+    "Bytes",
     "CheckpointHeader",
     "LoadOptions",
     "LoadPhase",
@@ -113,6 +114,11 @@ def ignore_phase(phase: LoadPhase) -> None:
     del phase
 
 
+def in_own_memory(num_bytes: int) -> Bytes:
+    """For a caller that keeps the payload to itself."""
+    return np.empty(num_bytes, dtype=np.uint8)
+
+
 def tensor_digest(data: memoryview | bytes) -> str:
     """The sha256 (hex) of a contiguous tensor's bytes in the served dtype."""
     return hashlib.sha256(data).hexdigest()
@@ -125,8 +131,9 @@ def read_checkpoint(
     expected_digest: str = "",
     base_digest: BaseDigest = no_base_digest,
     on_phase: Callable[[LoadPhase], None] = ignore_phase,
+    allocate: Callable[[int], Bytes] = in_own_memory,
 ) -> tuple[CheckpointHeader, Bytes]:
-    """Give an adapter's header and its payload (uint8 [num_bytes]).
+    """Give an adapter's header and its payload (uint8 [num_bytes]), in what ``allocate`` gives.
 
     Every file is read once, and what is hashed are the bytes that are parsed. The phase
     ``judge`` matches the configuration's regular expressions: what was uploaded is read in the
@@ -142,7 +149,7 @@ def read_checkpoint(
     header = _lay_out(plan, source.digest, options)
     on_phase("convert")
     _check_base_copies(plan, source.tensors, options.dtype, base_digest)
-    payload: Bytes = np.empty(header.num_bytes, dtype=np.uint8)
+    payload = allocate(header.num_bytes)
     for module, place in zip(plan.modules, header.modules, strict=True):
         _convert_module(module, place, source.tensors, options.dtype, payload)
     return header, payload

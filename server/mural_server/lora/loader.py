@@ -53,7 +53,7 @@ from mural_server.lora.loader_protocol import (
     Start,
 )
 from mural_server.lora.model import LoRAModel
-from mural_server.ops.zeroed import allocate_zeroed
+from mural_server.lora.shared_payload import take_over
 
 __all__ = ["AdapterLoader", "LoaderLimits"]
 
@@ -367,12 +367,18 @@ def _environment() -> dict[str, str]:
 def _receive(
     channel: Channel, header: CheckpointHeader, lora: LoRARequest, options: LoadOptions
 ) -> LoRAModel:
-    """Take the payload into memory of its own size; all tensors of the model are views of it."""
+    """Take over the payload's memory; all tensors of the model are views of it."""
     limit = options.max_payload_bytes
-    if header.num_bytes <= 0 or (limit is not None and header.num_bytes > limit):
-        raise ChannelClosed("a payload that was not agreed on")
-    payload, _ = allocate_zeroed((header.num_bytes,), torch.uint8, torch.device("cpu"))
-    channel.receive_into(payload.numpy().data)
+    descriptor = channel.receive_descriptor()
+    try:
+        if header.num_bytes <= 0 or (limit is not None and header.num_bytes > limit):
+            raise ChannelClosed("a payload that was not agreed on")
+        memory = take_over(descriptor, header.num_bytes)
+    except ValueError as error:
+        raise ChannelClosed(str(error)) from None
+    finally:
+        os.close(descriptor)
+    payload = torch.frombuffer(memory, dtype=torch.uint8)
     return LoRAModel.from_payload(header, payload, lora.lora_int_id)
 
 

@@ -27,6 +27,7 @@ from mural_server.lora.loader_protocol import (
     Refused,
     Start,
 )
+from mural_server.lora.shared_payload import SharedPayload
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +76,19 @@ def _serve(channel: Channel, start: Start, load: Load) -> None:
         # Processor time: a good adapter is not refused because the machine is busy.
         signal.setitimer(signal.ITIMER_VIRTUAL, load.judge_cpu_s if phase == "judge" else 0)
 
+    payload = SharedPayload()
     try:
-        header, payload = read_checkpoint(
-            Path(load.path), start.base, start.options, load.expected_digest, base_digest, on_phase
-        )
+        # The payload itself is not kept here: memory that anybody views cannot be sealed.
+        header = read_checkpoint(
+            Path(load.path),
+            start.base,
+            start.options,
+            load.expected_digest,
+            base_digest,
+            on_phase,
+            payload.allocate,
+        )[0]
+        descriptor = None if load.check_only else payload.seal()
     except ChannelClosed:
         raise
     except MuralError as error:
@@ -92,8 +102,10 @@ def _serve(channel: Channel, start: Start, load: Load) -> None:
         channel.send(Refused(UnusableAdapter.code, reason))
     else:
         channel.send(Loaded(header))
-        if not load.check_only:
-            channel.send_bytes(payload.data)
+        if descriptor is not None:
+            channel.send_descriptor(descriptor)
+    finally:
+        payload.close()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""What the loader process and its parent say to each other: framed msgpack, then raw bytes.
+"""What the loader process and its parent say to each other: framed msgpack, and one descriptor.
 
 Never pickle: the child reads what strangers upload, and its parent must not trust it.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import time
@@ -29,6 +30,7 @@ __all__ = [
 
 _LENGTH = struct.Struct("<I")
 _MAX_FRAME_BYTES = 64 << 20
+_DESCRIPTOR_FOLLOWS = b"D"
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -78,7 +80,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The payload follows, ``header.num_bytes`` raw bytes, unless it was only a check."""
+    """Unless it was only a check, the descriptor of the payload's memory follows."""
 
     header: CheckpointHeader
 
@@ -107,14 +109,32 @@ class Channel:
 
     def send(self, message: ParentMessage | ChildMessage) -> None:
         frame = msgspec.msgpack.encode(message)
-        self.send_bytes(_LENGTH.pack(len(frame)) + frame)
-
-    def send_bytes(self, data: bytes | memoryview) -> None:
         self._wait()
         try:
-            self._socket.sendall(data)
+            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
         except (BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed(str(error)) from None
+
+    def send_descriptor(self, descriptor: int) -> None:
+        """Give the other side a descriptor of its own for what this one stands for."""
+        self._wait()
+        try:
+            socket.send_fds(self._socket, [_DESCRIPTOR_FOLLOWS], [descriptor])
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed(str(error)) from None
+
+    def receive_descriptor(self) -> int:
+        """The caller closes it."""
+        self._wait()
+        try:
+            data, descriptors, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except ConnectionResetError as error:
+            raise ChannelClosed(str(error)) from None
+        if data != _DESCRIPTOR_FOLLOWS or len(descriptors) != 1:
+            for each in descriptors:
+                os.close(each)
+            raise ChannelClosed("a descriptor was to come")
+        return descriptors[0]
 
     def from_parent(self) -> ParentMessage:
         """The child's next message."""
@@ -126,16 +146,15 @@ class Channel:
 
     def _frame(self) -> bytearray:
         length = bytearray(_LENGTH.size)
-        self.receive_into(memoryview(length))
+        self._receive_into(memoryview(length))
         (size,) = _LENGTH.unpack(length)
         if size > _MAX_FRAME_BYTES:
             raise ChannelClosed("a frame above its limit")
         frame = bytearray(size)
-        self.receive_into(memoryview(frame))
+        self._receive_into(memoryview(frame))
         return frame
 
-    def receive_into(self, view: memoryview) -> None:
-        """Fill ``view``; the interpreter lock is not held while the bytes are copied."""
+    def _receive_into(self, view: memoryview) -> None:
         done = 0
         while done < len(view):
             self._wait()
