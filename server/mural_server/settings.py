@@ -238,6 +238,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """None: no control API."""
     control_token: str | None = None
     """None: the control API is open, which is allowed on loopback only."""
+    control_token_file: str | None = None
+    """Where the token was read from, and is read again when it changes; the one before it holds
+    for five minutes more."""
     await_declared_s: float = 0.0
     """For how long the server is not ready until an operator has declared adapters and they are
     resident; then it is ready all the same. 0: it does not wait."""

@@ -19,6 +19,14 @@ class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What replicas are shown (mTLS)."""
     replica_keyfile: str | None = None
 
+    @property
+    def files(self) -> tuple[str | None, ...]:
+        """All of them, for whoever watches for renewals."""
+        return (
+            *(self.certfile, self.keyfile, self.replica_ca_file),
+            *(self.replica_certfile, self.replica_keyfile),
+        )
+
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where to listen, and how much and how long anything may be."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 from typing import TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from starlette.datastructures import Headers
 
-from mural_resolvers.errors import AdapterNotFound, Forbidden, Unauthorized
+from mural_resolvers.errors import AdapterNotFound
 from mural_resolvers.names import parse_name, validate_admin_name
 from mural_server.api.auditing import audited
 from mural_server.api.body import read_body
+from mural_server.api.control_gate import ControlGate
 from mural_server.api.errors import BadParameter, install_error_handlers
 from mural_server.api.sse import EventStream
 from mural_server.api.state import AppState
@@ -37,30 +35,10 @@ MAX_DECLARED = 10_000
 T = TypeVar("T")
 
 
-class _Gate:
-    """Lets in whoever holds the token; without one the port is on loopback only."""
-
-    def __init__(self, token: str | None) -> None:
-        self._hash = None if token is None else hashlib.sha256(token.encode()).digest()
-
-    def check(self, headers: Headers) -> None:
-        if "origin" in headers:
-            # No browser has business here, and a page could reach a loopback port.
-            raise Forbidden("The control API is not for browsers.")
-        if self._hash is None:
-            return
-        sent = headers.getlist("authorization")
-        scheme, _, token = (sent[0] if len(sent) == 1 else "").partition(" ")
-        found = hashlib.sha256(token.strip(" ").encode("utf-8", "replace")).digest()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(found, self._hash):
-            raise Unauthorized("A valid control token is required.")
-
-
-def create_control_app(state: AppState, feed: StateFeed) -> FastAPI:
+def create_control_app(state: AppState, feed: StateFeed, gate: ControlGate) -> FastAPI:
     """The application of the control port."""
     app = FastAPI(title="Mural control", docs_url=None, redoc_url=None, redirect_slashes=False)
     install_error_handlers(app, state.metrics.error)
-    gate = _Gate(state.settings.control_token)
     _add_routes(app, state, feed, gate)
 
     @app.get("/health")
@@ -74,7 +52,7 @@ def create_control_app(state: AppState, feed: StateFeed) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: _Gate) -> None:
+def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: ControlGate) -> None:
     @app.get("/mural/v1/state")
     async def get_state(request: Request) -> Response:
         gate.check(request.headers)
@@ -109,6 +87,7 @@ def _add_routes(app: FastAPI, state: AppState, feed: StateFeed, gate: _Gate) -> 
         gate.check(request.headers)
         with audited(state.audit, OPERATOR, "drain"):
             state.admission.close("The server is draining.")
+            feed.refresh()
         return _json(DrainAnswer(accepting=False, open_sequences=state.admission.open_sequences))
 
 

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import ssl
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -21,10 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mural_resolvers.audit import AuditLog
 from mural_resolvers.errors import MuralError
+from mural_resolvers.file_watch import FileWatch
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
 from mural_resolvers.resolver import LoRAResolver
+from mural_resolvers.secret_text import read_secret
 from mural_resolvers.sources import open_registry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_resolvers.tracing import Tracing, open_tracing
@@ -33,6 +34,7 @@ from mural_server.api.app import create_app
 from mural_server.api.auth import Authenticator
 from mural_server.api.chat_template import AdapterTemplates, SandboxedRenderer
 from mural_server.api.control import create_control_app
+from mural_server.api.control_gate import ControlGate
 from mural_server.api.http_protocol import OpenAIHttpProtocol
 from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector, UploadsCollector
 from mural_server.api.readiness import Readiness
@@ -41,6 +43,7 @@ from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
 from mural_server.api.state_feed import StateFeed
 from mural_server.api.text import TextPipeline
+from mural_server.api.tls import PortTls
 from mural_server.api.traffic import Traffic
 from mural_server.api.upload_source import open_upload_source
 from mural_server.catalog import AdapterCatalog
@@ -75,6 +78,8 @@ async def run_server(engine: EngineSettings, settings: ServerSettings) -> int:
     """
     engine.validate()
     settings.validate()
+    # Read again when it is served: here, so that nobody waits for a model to learn of it.
+    _tls(settings)
     stop = _stop_on_signals()
     async with AsyncExitStack() as held:
         sockets = _bind_all(settings)
@@ -371,7 +376,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _server(app: ASGIApp, settings: ServerSettings) -> _Server:
+def _server(app: ASGIApp, tls: PortTls | None) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -384,11 +389,7 @@ def _server(app: ASGIApp, settings: ServerSettings) -> _Server:
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(FLUSH_S),
-            ssl_certfile=settings.ssl_certfile,
-            ssl_keyfile=settings.ssl_keyfile,
-            ssl_ca_certs=settings.ssl_ca_certs,
-            # Probes and gateways come without a certificate; who needs one is refused with 401.
-            ssl_cert_reqs=ssl.CERT_NONE if settings.ssl_ca_certs is None else ssl.CERT_OPTIONAL,
+            ssl_context_factory=None if tls is None else lambda config, default: tls.context,
         )
     )
 
@@ -399,25 +400,59 @@ async def serve_state(state: AppState, sockets: list[socket.socket], stop: async
     Gives the exit status. What was open when it ends has been drained, or told why not.
     """
     feed = StateFeed(state)
-    servers = [_server(create_app(state), state.settings)]
+    gate = ControlGate(state.settings.control_token)
+    tls = _tls(state.settings)
+    servers = [_server(create_app(state), tls)]
     if len(sockets) > 1:
-        servers.append(_server(create_control_app(state, feed), state.settings))
-    tasks = [
-        asyncio.create_task(server.serve([bound]))
+        servers.append(_server(create_control_app(state, feed, gate), tls))
+    serving = [
+        asyncio.create_task(server.serve([bound]), name="the HTTP server")
         for server, bound in zip(servers, sockets, strict=True)
     ]
-    watching = asyncio.create_task(feed.run())
+    beside = [asyncio.create_task(feed.run(), name="the state's watch")]
+    for watch in _watches(state.settings, gate, tls):
+        beside.append(asyncio.create_task(watch.run(), name="a watch of files"))
     try:
-        return await _until_end(state, stop, tasks)
+        return await _until_end(state, feed, stop, [*serving, *beside])
     finally:
         feed.close()
-        watching.cancel()
+        for task in beside:
+            task.cancel()
         for server in servers:
             server.should_exit = True
-        await asyncio.gather(*tasks, watching, return_exceptions=True)
+        await asyncio.gather(*serving, *beside, return_exceptions=True)
 
 
-async def _until_end(state: AppState, stop: asyncio.Event, tasks: list[asyncio.Task[None]]) -> int:
+def _tls(settings: ServerSettings) -> PortTls | None:
+    if settings.ssl_certfile is None:
+        return None
+    try:
+        return PortTls(settings)
+    except ValueError as error:
+        raise SettingsError(f"--ssl-certfile: {error}.") from None
+
+
+def _watches(
+    settings: ServerSettings, gate: ControlGate, tls: PortTls | None
+) -> Iterator[FileWatch]:
+    """Of what is renewed while the server runs."""
+    if tls is not None:
+        files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
+        yield FileWatch(files, tls.reload, what="certificates")
+    token_file = settings.control_token_file
+    if token_file is not None:
+
+        def renew() -> None:
+            token = read_secret(token_file, "control_token_file", "", {})
+            assert token is not None  # An empty file is refused.
+            gate.renew(token)
+
+        yield FileWatch([token_file], renew, what="control token")
+
+
+async def _until_end(
+    state: AppState, feed: StateFeed, stop: asyncio.Event, tasks: list[asyncio.Task[None]]
+) -> int:
     stopping = asyncio.create_task(stop.wait())
     dying = asyncio.create_task(state.client.wait_dead())
     try:
@@ -425,8 +460,10 @@ async def _until_end(state: AppState, stop: asyncio.Event, tasks: list[asyncio.T
         if dying.done():
             return await _end_with_core(state, dying.result())
         if stopping.done():
-            return await _drain(state, dying)
-        raise SettingsError("The HTTP server ended by itself.")
+            return await _drain(state, feed, dying)
+        ended = next(task for task in tasks if task.done())
+        error = None if ended.cancelled() else ended.exception()
+        raise SettingsError(f"{ended.get_name()} has ended by itself: {error}.")
     finally:
         stopping.cancel()
         dying.cancel()
@@ -441,9 +478,11 @@ async def _end_with_core(state: AppState, reason: str) -> int:
     return EXIT_CORE_DIED
 
 
-async def _drain(state: AppState, dying: asyncio.Task[str]) -> int:
+async def _drain(state: AppState, feed: StateFeed, dying: asyncio.Task[str]) -> int:
     grace_s = state.settings.shutdown_grace_s
     state.admission.close("The server is shutting down.")
+    # Who follows the state sends nothing more from here on, not a quarter of a second later.
+    feed.refresh()
     logger.info("stopping: %d sequences have %g s to end", state.admission.open_sequences, grace_s)
     idle = asyncio.create_task(state.admission.wait_idle())
     try:

@@ -95,7 +95,7 @@ class StateFeed:
         try:
             self.refresh()
             place = -1 if since is None else since
-            while not self._closed:
+            while True:
                 if not self._kept(place):
                     # A new reader, or one that was too slow. Time passes while it reads.
                     snapshot = self.snapshot
@@ -107,6 +107,8 @@ class StateFeed:
                     place = self.snapshot.seq
                     yield news
                     continue
+                if self._closed:
+                    return
                 heartbeat = await self._wait(place)
                 if heartbeat:
                     yield heartbeat
@@ -123,7 +125,8 @@ class StateFeed:
         return b""
 
     def close(self) -> None:
-        """End every reader's stream."""
+        """End every reader's stream, once it has been told the last news."""
+        self.refresh()
         self._closed = True
         self._read.set()
         self._changed.set()

@@ -1,35 +1,38 @@
-"""Certificates that are renewed while the router runs: their files are watched."""
+"""Files that are renewed while a process runs: certificates, tokens, mounted Secrets."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from mural_router.http.settings import TlsSettings
+from mural_resolvers.errors import MuralError
 
-__all__ = ["CertificateWatch"]
+__all__ = ["FileWatch"]
 
 POLL_S: Final = 5.0
 
-logger = logging.getLogger("mural.router")
+logger = logging.getLogger("mural.files")
 
 _Stamp = tuple[int, int, int]
 
 
-class CertificateWatch:
+class FileWatch:
     """Calls ``reload`` when a file has changed and all of them have settled."""
 
-    def __init__(self, tls: TlsSettings, reload: Callable[[], None]) -> None:
-        """``reload`` raises ``ValueError`` for files that do not fit, and keeps the old ones."""
-        names = (
-            *(tls.certfile, tls.keyfile, tls.replica_ca_file),
-            *(tls.replica_certfile, tls.replica_keyfile),
-        )
-        self._paths = [Path(name) for name in names if name is not None]
+    def __init__(
+        self, paths: Iterable[str | Path | None], reload: Callable[[], None], *, what: str
+    ) -> None:
+        """``paths`` may hold None for a file that is not used; ``what`` they are, for the log.
+
+        ``reload`` raises ``ValueError`` or a `MuralError` for files that do not fit, and keeps what
+        it had.
+        """
+        self._paths = [Path(path) for path in paths if path is not None]
         self._reload = reload
+        self._what = what
         self._taken = self._seen = self._stamps()
 
     @property
@@ -37,10 +40,10 @@ class CertificateWatch:
         """Whether there is a file at all."""
         return bool(self._paths)
 
-    async def run(self, poll_s: float = POLL_S) -> None:
+    async def run(self) -> None:
         """Look for ever."""
         while True:
-            await asyncio.sleep(poll_s)
+            await asyncio.sleep(POLL_S)
             self.poll(await asyncio.to_thread(self._stamps))
 
     def poll(self, found: list[_Stamp | None] | None = None) -> None:
@@ -52,10 +55,10 @@ class CertificateWatch:
         self._taken = found
         try:
             self._reload()
-        except ValueError as error:
-            logger.error("the certificates are refused, the old ones hold: %s", error)
+        except (ValueError, MuralError) as error:
+            logger.error("the %s cannot be used, the old ones hold: %s", self._what, error)
         else:
-            logger.info("certificates reloaded")
+            logger.info("%s reloaded", self._what)
 
     def _stamps(self) -> list[_Stamp | None]:
         return [_stamp(path) for path in self._paths]
