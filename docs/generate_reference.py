@@ -22,7 +22,8 @@ from mural_resolvers import errors
 from mural_resolvers.audit import AuditLog, AuditNumbers
 from mural_resolvers.commands.adapters import adapters
 from mural_resolvers.errors import MuralError
-from mural_resolvers.tenants import TenantAccounts, TenantsFile, WatchNumbers
+from mural_resolvers.tenants import TenantAccounts, TenantsFile
+from mural_resolvers.watched_file import WatchNumbers
 from mural_router.admin.app import create_admin_app
 from mural_router.commands import route
 from mural_router.config import Config

@@ -12,7 +12,7 @@ from mural_resolvers.tenants.config import (
     parse_moment,
     parse_tenants,
 )
-from mural_resolvers.tenants.file import TenantsFile, WatchNumbers, read_tenants
+from mural_resolvers.tenants.file import TenantsFile, read_tenants
 from mural_resolvers.tenants.keys import (
     KeyRing,
     MintedKey,
@@ -50,7 +50,6 @@ __all__ = [
     "TenantsConfig",
     "TenantsFile",
     "Ticket",
-    "WatchNumbers",
     "authorize",
     "authorize_base",
     "convert_key",
