@@ -51,6 +51,10 @@ PLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "shared_names": ("shared_names",),
     "store": ("store",),
     "aliases_file": ("aliases_file",),
+    "objects": ("objects",),
+    "objects_namespace": ("objects_namespace",),
+    "watch_namespace": ("watch_namespaces",),
+    "keys_secret": ("keys_secret",),
     "queue_wait_s": ("queue", "wait_s"),
     "load_bound": ("placement", "load_bound"),
     "access_log": ("access_log",),
@@ -76,6 +80,7 @@ class RouteCommand:
         _add_replica_flags(parser)
         _add_http_flags(parser)
         _add_access_flags(parser)
+        _add_object_flags(parser)
         _add_routing_flags(parser)
         _add_log_flags(parser)
 
@@ -103,6 +108,8 @@ def flag_settings(given: Mapping[str, object]) -> dict[str, object]:
             assert isinstance(below, dict)
             inner = below
         inner[place[-1]] = given[flag]
+    if given.get("all_namespaces"):
+        found["watch_namespaces"] = ["*"]
     if given.get("no_admin"):
         found["admin_port"] = None
     if given.get("no_access_log"):
@@ -258,6 +265,38 @@ def _add_access_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         help="registered names that every tenant may use",
+    )
+
+
+def _add_object_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "objects",
+        "Tenant, Adapter and AdapterAlias objects in place of --tenants-file and --aliases-file.",
+    )
+    group.add_argument(
+        "--objects",
+        metavar="SOURCE",
+        help="kubernetes: watched in the API server; or a YAML file of such objects, read again "
+        "when it changes",
+    )
+    group.add_argument(
+        "--objects-namespace",
+        metavar="NAME",
+        help="holds the Tenants and the Secret of their keys' hashes (default: the pod's own)",
+    )
+    group.add_argument(
+        "--watch-namespace",
+        action="append",
+        metavar="NAME",
+        help="holds Adapters and AdapterAliases (default: the Tenants' namespace); may be repeated",
+    )
+    group.add_argument(
+        "--all-namespaces", action="store_true", help="watch all of them; needs a ClusterRole"
+    )
+    group.add_argument(
+        "--keys-secret",
+        metavar="NAME",
+        help="the Secret that the operator writes (default mural-router-keys)",
     )
 
 

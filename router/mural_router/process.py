@@ -11,11 +11,10 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
-from mural_resolvers.file_watch import FileWatch
 from mural_router.admin.server import AdminServer
+from mural_router.certificates import CertificateWatch
 from mural_router.config import Config
 from mural_router.fleet.news import FleetNews
-from mural_router.placement import Fleet
 from mural_router.proxy import Proxy, start
 from mural_router.running import Router, open_limiter
 from mural_router.settings import is_loopback
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["raise_file_limit", "run_router"]
 
 SETTLE_S: Final = 5.0
+LOOK_S: Final = 0.02
 FILES_BESIDE: Final = 256
 """Files that are open beside the two connections of a request: logs, followers, admin pages."""
 
@@ -50,8 +50,10 @@ async def run_router(config: Config, *, version: str) -> int:
             beside.append(asyncio.create_task(watching, name="watching the settings"))
         if router.tenants is not None:
             beside.append(asyncio.create_task(router.tenants.watch(), name="watching the tenants"))
-        files = config.settings.http.tls.files
-        certificates = FileWatch(files, router.reload_certificates, what="certificates")
+        beside.append(asyncio.create_task(router.watch_aliases(), name="watching the aliases"))
+        if router.objects is not None:
+            beside.append(asyncio.create_task(router.objects.run(), name="watching the objects"))
+        certificates = CertificateWatch(config.settings.http.tls, router.reload_certificates)
         if certificates.needed:
             running = certificates.run()
             beside.append(asyncio.create_task(running, name="watching the certificates"))
@@ -143,24 +145,16 @@ async def _picker(router: Router) -> Picker:
 
 
 async def _settle(router: Router, stop: asyncio.Event) -> None:
-    """Give the replicas a moment to be heard, so that the first requests find them."""
-    heard = asyncio.Event()
-
-    def look(fleet: Fleet) -> None:
-        if router.fleet.settled:
-            heard.set()
-
-    unsubscribe = router.fleet.subscribe(look)
-    stopping = asyncio.create_task(stop.wait())
-    hearing = asyncio.create_task(heard.wait())
-    try:
-        await asyncio.wait(
-            {hearing, stopping}, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED
-        )
-    finally:
-        unsubscribe()
-        stopping.cancel()
-        hearing.cancel()
+    """Give replicas and objects a moment to be known, so that the first requests find them."""
+    loop = asyncio.get_running_loop()
+    until = loop.time() + SETTLE_S
+    while loop.time() < until and not stop.is_set():
+        objects = None if router.objects is None else router.objects.not_ready()
+        if router.fleet.settled and objects is None:
+            return
+        await asyncio.sleep(LOOK_S)
+    if router.objects is not None and (reason := router.objects.not_ready()) is not None:
+        logger.warning("not ready, and tenants' keys are answered 503: %s", reason)
 
 
 def raise_file_limit(wanted: int) -> None:

@@ -15,6 +15,8 @@ from mural_resolvers.open_store import open_store
 from mural_resolvers.redaction import redacted
 from mural_resolvers.tenants import TenantsFile
 from mural_resolvers.tracing import Tracing, open_tracing
+from mural_resolvers.watched_file import POLL_S
+from mural_router.cluster import Cluster
 from mural_router.config import Config
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
@@ -24,17 +26,18 @@ from mural_router.http.tls import replica_side
 from mural_router.limits.limiter import Limiter
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
+from mural_router.objects import FileObjects, Objects
 from mural_router.proxy import Proxy
 from mural_router.routing.access_log import AccessLog
-from mural_router.routing.aliases_file import AliasesFile, LayeredVersions
+from mural_router.routing.aliases_file import AliasesFile
 from mural_router.routing.breaker import Breakers
-from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.dispatch import Attempt, Dispatch, undeclared
 from mural_router.routing.identity import Authenticator
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.retry import RetryBudget
 from mural_router.routing.router import FleetRouting, RoutingOptions
-from mural_router.routing.versions import StoreVersions, Versions, VersionSource
-from mural_router.settings import RouterSettings, Secrets
+from mural_router.routing.versions import StoreVersions, Versions
+from mural_router.settings import KUBERNETES, RouterSettings, Secrets
 
 __all__ = ["ConfiguredDiscovery", "Router", "open_limiter"]
 
@@ -98,8 +101,11 @@ class Router:
         self.config = config
         self.limiter = limiter
         settings, secrets = config.settings, config.secrets
+        self.cluster = Cluster()
         self.tenants = _open_tenants(settings)
-        self.discovery = ConfiguredDiscovery(_discovery(settings))
+        self.aliases = _open_aliases(settings)
+        self.objects = _open_objects(settings, self.cluster)
+        self.discovery = ConfiguredDiscovery(_discovery(settings, self.cluster))
         self.fleet = FleetView(self.discovery, _fleet_settings(settings, secrets))
         self.queue: FairQueue[Attempt] = FairQueue(
             max_waiting=settings.queue.max_waiting,
@@ -114,13 +120,20 @@ class Router:
             policy=settings.placement,
             clock=asyncio.get_running_loop().time,
             freed=self.queue.pump,
+            declared=undeclared if self.objects is None else self.objects.declared.replicas,
         )
-        self.versions = Versions(_version_source(settings), settings.versions)
+        self.versions = Versions(
+            None if settings.store is None else StoreVersions(open_store(settings.store)),
+            settings.versions,
+            overlay=self.aliases if self.objects is None else self.objects.declared,
+        )
         self.log = _open_log(settings)
         self.tracing = _open_tracing(settings)
         self.routing = FleetRouting(
             auth=Authenticator(
-                settings.resolved_auth(secrets), admin_keys=secrets.api_keys, tenants=self.tenants
+                settings.resolved_auth(secrets),
+                admin_keys=secrets.api_keys,
+                tenants=self.objects or self.tenants,
             ),
             versions=self.versions,
             limiter=limiter,
@@ -148,9 +161,16 @@ class Router:
         self.queue.max_waiting_per_tenant = settings.queue.max_waiting_per_tenant
         self.versions.settings = settings.versions
         if settings.replicas != old.replicas:
-            self.discovery.use(_discovery(settings))
+            self.discovery.use(_discovery(settings, self.cluster))
         if settings.aliases_file != old.aliases_file:
-            self.versions.replace_source(_version_source(settings))
+            self.versions.overlay = self.aliases = _open_aliases(settings)
+
+    async def watch_aliases(self) -> None:
+        """Look for ever at the aliases file that the settings name at the time."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            if self.aliases is not None:
+                await self.aliases.look()
 
     def reload_certificates(self) -> None:
         """Read the files of TLS anew; raises ``ValueError`` and keeps the old ones."""
@@ -165,6 +185,9 @@ class Router:
             return "The router is shutting down."
         if self.proxy is None or not self.fleet.settled:
             return "The router is starting."
+        unknown = None if self.objects is None else self.objects.not_ready()
+        if unknown is not None:
+            return unknown
         if not self.fleet.fleet.accepting:
             return "No replica is ready."
         return None
@@ -175,6 +198,7 @@ class Router:
             await self.proxy.close()
         self.dispatch.close()
         await self.versions.close()
+        await self.cluster.close()
         if self.log is not None:
             await self.log.close()
         if self.tracing is not None:
@@ -194,9 +218,33 @@ def _open_tenants(settings: RouterSettings) -> TenantsFile | None:
     return None if settings.tenants_file is None else TenantsFile(Path(settings.tenants_file))
 
 
-def _discovery(settings: RouterSettings) -> Discovery:
+def _open_aliases(settings: RouterSettings) -> AliasesFile | None:
+    return None if settings.aliases_file is None else AliasesFile(Path(settings.aliases_file))
+
+
+def _open_objects(settings: RouterSettings, cluster: Cluster) -> Objects | None:
+    if settings.objects is None:
+        return None
+    if settings.objects != KUBERNETES:
+        return FileObjects(Path(settings.objects))
     try:
-        return open_discovery(settings.replicas)
+        client = cluster.client()
+    except ValueError as error:
+        raise InvalidInput(f"objects: {redacted(str(error))}.") from None
+    # Only where its packages are.
+    from mural_router.objects.kubernetes import KubernetesObjects
+
+    return KubernetesObjects(
+        client,
+        namespace=settings.objects_namespace,
+        watched=settings.watch_namespaces,
+        keys_secret=settings.keys_secret,
+    )
+
+
+def _discovery(settings: RouterSettings, cluster: Cluster) -> Discovery:
+    try:
+        return open_discovery(settings.replicas, cluster)
     except ValueError as error:
         raise InvalidInput(f"replicas: {redacted(str(error))}.") from None
 
@@ -234,13 +282,6 @@ def _fleet_settings(settings: RouterSettings, secrets: Secrets) -> FleetSettings
         stale_after_s=settings.fleet.stale_after_s,
         scrape_interval_s=settings.fleet.scrape_interval_s,
     )
-
-
-def _version_source(settings: RouterSettings) -> VersionSource | None:
-    store = None if settings.store is None else StoreVersions(open_store(settings.store))
-    if settings.aliases_file is None:
-        return store
-    return LayeredVersions(AliasesFile(Path(settings.aliases_file)), store)
 
 
 def _open_log(settings: RouterSettings) -> AccessLog | None:

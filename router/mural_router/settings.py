@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -17,6 +18,7 @@ import msgspec
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.redaction import redacted
 from mural_resolvers.strict_yaml import parse_yaml
+from mural_router.cluster import Cluster
 from mural_router.fleet.places import open_discovery
 from mural_router.http.settings import HttpSettings
 from mural_router.placement import PlacementPolicy
@@ -26,6 +28,7 @@ from mural_router.routing.retry import RetrySettings
 from mural_router.routing.versions import VersionSettings
 
 __all__ = [
+    "KUBERNETES",
     "RELOADED",
     "Discovered",
     "Queueing",
@@ -45,6 +48,11 @@ RELOADED: Final = frozenset(
     | {"placement"}
 )
 """Settings that a running router takes over from a changed file."""
+
+KUBERNETES: Final = "kubernetes"
+
+_NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -124,6 +132,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where aliases and versions are looked up: a folder or ``s3://…``."""
     aliases_file: str | None = None
     """Aliases by adapter, in place of those of the store."""
+    objects: str | None = None
+    """Tenants, Adapters and AdapterAliases in place of the two files: ``kubernetes``, or a YAML
+    file of the same objects."""
+    objects_namespace: str | None = None
+    """Of the Tenants and the keys' Secret on Kubernetes; None: the pod's own."""
+    watch_namespaces: tuple[str, ...] = ()
+    """Of the Adapters and AdapterAliases; none: `objects_namespace`; ``*``: every one."""
+    keys_secret: str = "mural-router-keys"
+    """The Secret of key hashes that the operator writes."""
     versions: VersionSettings = VersionSettings()
 
     redis: SharedLimits = SharedLimits()
@@ -145,22 +162,33 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         """The mode that holds."""
         if self.auth is not None:
             return self.auth
-        return "keys" if self.tenants_file or secrets.api_keys else "open"
+        return "keys" if self.tenants_file or self.objects or secrets.api_keys else "open"
 
     def validate(self, secrets: Secrets) -> None:
         """Raise ``InvalidInput`` with the first thing that cannot work, and what to change."""
-        for holds, message in (*self._address_rules(), *self._bound_rules()):
+        for holds, message in (
+            *self._address_rules(),
+            *self._object_rules(),
+            *self._bound_rules(),
+        ):
             if not holds:
                 raise InvalidInput(message)
         keys = bool(self.tenants_file or secrets.api_keys)
-        if self.auth == "keys" and not keys:
-            raise InvalidInput("auth is keys, but there is no key: give a tenants_file.")
+        if self.auth == "keys" and not keys and not self.objects:
+            raise InvalidInput(
+                "auth is keys, but there is no key: give a tenants_file, or objects."
+            )
         if self.auth == "open" and keys:
             raise InvalidInput("auth is open, but keys are given: leave one of them out.")
         try:
-            open_discovery(self.replicas)
+            open_discovery(self.replicas, Cluster())
         except ValueError as error:
             raise InvalidInput(f"replicas: {redacted(str(error))}.") from None
+        if self.objects == KUBERNETES:
+            try:
+                Cluster().check()
+            except ValueError as error:
+                raise InvalidInput(f"objects: {redacted(str(error))}.") from None
 
     def _address_rules(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -190,8 +218,28 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 for name, path in (
                     ("tenants_file", self.tenants_file),
                     ("aliases_file", self.aliases_file),
+                    ("objects", None if self.objects == KUBERNETES else self.objects),
                 )
             ),
+        )
+
+    def _object_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Objects and files are never merged: who reads one must not have to look at the other."""
+        names = (*self.watch_namespaces, *filter(None, (self.objects_namespace,)))
+        wrong = [name for name in names if name != "*" and not _NAMESPACE.fullmatch(name)]
+        files = {"tenants_file": self.tenants_file, "aliases_file": self.aliases_file}
+        return (
+            *(
+                (not (self.objects and path), f"{name} and objects: give one of the two.")
+                for name, path in files.items()
+            ),
+            (
+                self.objects == KUBERNETES or not names,
+                "objects_namespace and watch_namespaces go with objects: kubernetes.",
+            ),
+            (not wrong, f"{wrong[:1]} is no namespace."),
+            (self.objects_namespace != "*", "objects_namespace: one namespace is wanted."),
+            (_NAME.fullmatch(self.keys_secret) is not None, "keys_secret: a name is wanted."),
         )
 
     def _bound_rules(self) -> tuple[tuple[bool, str], ...]:

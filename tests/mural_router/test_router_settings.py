@@ -38,7 +38,7 @@ def test_a_flag_holds_over_the_file_and_the_file_over_the_defaults(tmp_path):
 def test_every_flag_has_its_place_among_the_settings():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     route.add_arguments(parser)
-    not_settings = {"config", "api_key", "no_admin", "no_access_log", "help"}
+    not_settings = {"config", "api_key", "no_admin", "no_access_log", "all_namespaces", "help"}
     secret_files = {name for name in vars(parser.parse_args([])) if name.endswith("_file")}
     known = {action.dest for action in parser._actions} - not_settings - secret_files
     secret = {dest for dest in known if dest.endswith("_file") and dest not in PLACES}
@@ -85,12 +85,46 @@ def test_without_keys_only_this_machine_is_listened_to():
         ("shutdown_grace_s: inf", "shutdown_grace_s: a finite number"),
         ("replicas: ['http://a:99999']", "'http://a:99999': a port is"),
         ("replicas: ['dns://a:99999']", "'dns://a:99999': a port is"),
+        ("objects: /no/such/file", "objects: there is no file"),
+        ("{objects: router.yaml, tenants_file: router.yaml}", "tenants_file and objects"),
+        ("{objects: router.yaml, aliases_file: router.yaml}", "aliases_file and objects"),
+        ("{objects: router.yaml, watch_namespaces: [a]}", "go with objects: kubernetes"),
+        ("objects_namespace: a", "go with objects: kubernetes"),
+        ("{objects: kubernetes, watch_namespaces: [No Name]}", "is no namespace"),
+        ("{objects: kubernetes, objects_namespace: '*'}", "objects_namespace: one namespace"),
+        ("keys_secret: a/b", "keys_secret: a name"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_place(tmp_path, text, place):
+def test_what_cannot_work_is_refused_with_its_place(tmp_path, text, place, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidInput) as refused:
         config(tmp_path, text)
     assert place in refused.value.message
+
+
+def test_objects_without_a_cluster_are_refused_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    with pytest.raises(InvalidInput, match="no Kubernetes to ask"):
+        config(tmp_path, "objects: kubernetes")
+
+
+def test_all_namespaces_are_a_flag():
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    route.add_arguments(parser)
+    assert flag_settings(vars(parser.parse_args(["--all-namespaces"]))) == {
+        "watch_namespaces": ["*"]
+    }
+    two = ["--watch-namespace", "a", "--watch-namespace", "b"]
+    assert flag_settings(vars(parser.parse_args(two))) == {"watch_namespaces": ["a", "b"]}
+
+
+def test_with_objects_keys_are_asked_for(tmp_path):
+    (tmp_path / "objects.yaml").touch()
+    text = f"objects: {tmp_path}/objects.yaml"
+    settings = config(tmp_path, text, secrets=Secrets()).settings
+    assert settings.resolved_auth(Secrets()) == "keys"
+    assert settings.http.host == "0.0.0.0"
+    assert config(tmp_path, f"{text}\nauth: open", secrets=Secrets()).settings.auth == "open"
 
 
 def test_a_secret_is_no_setting_of_the_file_and_in_no_message(tmp_path):

@@ -27,6 +27,7 @@ __all__ = ["create_admin_app"]
 EVERYBODY = Principal(tenant=None, rights=frozenset({ADMIN}))
 """Whoever reaches this port may ask about any name."""
 MAX_ADAPTERS = 1_000
+MAX_OBJECTS = 1_000
 
 
 def create_admin_app(router: Router) -> FastAPI:
@@ -66,6 +67,10 @@ def create_admin_app(router: Router) -> FastAPI:
         queue = dataclasses.asdict(router.queue.snapshot())
         return _json({"limits": snapshot, "queue": queue})
 
+    @app.get("/debug/objects")
+    async def objects() -> Response:
+        return _json(_objects(router))
+
     _install_errors(app)
     return app
 
@@ -100,9 +105,7 @@ def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, obje
         "kv_usage": replica.kv_usage,
         "tokens_per_s": replica.tokens_per_s,
         "slots": replica.slots,
-        "adapters": {
-            at: dataclasses.asdict(report.adapters[at]) for at in adapters[:MAX_ADAPTERS]
-        },
+        "adapters": {at: dataclasses.asdict(report.adapters[at]) for at in adapters[:MAX_ADAPTERS]},
         "adapters_known": len(adapters),
     }
 
@@ -120,7 +123,34 @@ async def _placement(router: Router, model: str, session: str | None) -> dict[st
     )
     request = PlacementRequest(adapter=target.adapter, session=session)
     explained = router.dispatch.explain(request)
-    return {"model": target.model, "alias": target.alias, **dataclasses.asdict(explained)}
+    return {
+        "model": target.model,
+        "alias": target.alias,
+        "declared": router.dispatch.declared(request),
+        **dataclasses.asdict(explained),
+    }
+
+
+def _objects(router: Router) -> dict[str, object]:
+    """What objects have put in force, and which of them do not count, and why."""
+    objects = router.objects
+    if objects is None:
+        return {"source": None, "kinds": []}
+    return {
+        "source": router.config.settings.objects,
+        "not_ready": objects.not_ready(),
+        "kinds": [
+            {
+                "kind": state.kind,
+                "in_force": state.in_force,
+                "stale": state.stale,
+                "trouble": state.trouble,
+                "refused": dict(sorted(state.refused.items())[:MAX_OBJECTS]),
+                "refused_known": len(state.refused),
+            }
+            for state in objects.states()
+        ],
+    }
 
 
 def _json(value: object, status: int = 200) -> Response:

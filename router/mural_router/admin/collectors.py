@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from mural_resolvers.watched_file import WatchNumbers
+from mural_router.objects import FileObjects
 from mural_router.routing.metrics import counters, gauges
 from mural_router.running import Router
 
@@ -17,7 +19,7 @@ BREAKER_VALUES = {"closed": 0.0, "half_open": 0.5, "open": 1.0}
 
 
 class RouterCollector(Collector):
-    """Fleet, breakers, queue, limits, log, settings, and the proxy's connections."""
+    """Fleet, breakers, queue, limits, log, settings, objects, and the proxy's connections."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
@@ -31,6 +33,7 @@ class RouterCollector(Collector):
         yield from self._fleet()
         yield from self._waiting()
         yield from self._settings()
+        yield from self._objects()
         yield from self._proxy()
 
     def _fleet(self) -> Iterator[Metric]:
@@ -96,19 +99,21 @@ class RouterCollector(Collector):
         reloads = {"taken": numbers.reloads, "refused": numbers.refused}
         yield counters("mural_router_settings_reloads", "Changed settings files.", "as", reloads)
         stale = {"settings": float(numbers.stale)}
-        if router.tenants is not None:
-            stale["tenants"] = float(router.tenants.numbers.stale)
+        files = self._files()
+        stale |= {name: float(numbers.stale) for name, numbers in files.items()}
         yield gauges(
             "mural_router_file_stale",
             "1: what lies on disk is not what is in force.",
             "file",
             stale,
         )
-        if router.tenants is not None:
-            age_s = time.time() - router.tenants.numbers.loaded_at.timestamp()
-            yield gauges(
-                "mural_router_file_age_seconds", "Since it was taken.", "file", {"tenants": age_s}
-            )
+        now = time.time()
+        yield gauges(
+            "mural_router_file_age_seconds",
+            "Since it was taken.",
+            "file",
+            {name: now - numbers.loaded_at.timestamp() for name, numbers in files.items()},
+        )
         yield counters(
             "mural_router_version_lookups_failed",
             "Look-ups of aliases that the store could not answer.",
@@ -118,6 +123,43 @@ class RouterCollector(Collector):
         if router.log is not None:
             lines = {"written": router.log.written, "lost": router.log.lost}
             yield counters("mural_router_access_log_lines", "Lines of the access log.", "as", lines)
+
+    def _files(self) -> dict[str, WatchNumbers]:
+        router = self._router
+        named = {
+            "tenants": router.tenants,
+            "aliases": router.aliases,
+            "objects": router.objects if isinstance(router.objects, FileObjects) else None,
+        }
+        return {name: file.numbers for name, file in named.items() if file is not None}
+
+    def _objects(self) -> Iterator[Metric]:
+        objects = self._router.objects
+        states = () if objects is None else objects.states()
+        yield gauges(
+            "mural_router_objects",
+            "What objects have put in force: tenants, their keys, adapters, aliases.",
+            "kind",
+            {state.kind: state.in_force for state in states},
+        )
+        yield gauges(
+            "mural_router_objects_refused",
+            "Objects that do not count; /debug/objects says why.",
+            "kind",
+            {state.kind: len(state.refused) for state in states},
+        )
+        yield gauges(
+            "mural_router_objects_stale",
+            "1: they cannot be followed now, and what was known stays in force.",
+            "kind",
+            {state.kind: float(state.stale) for state in states},
+        )
+        yield counters(
+            "mural_router_kubernetes_calls",
+            "Calls of the API server, each watch one.",
+            "verb",
+            self._router.cluster.calls,
+        )
 
     def _proxy(self) -> Iterator[Metric]:
         if self._router.proxy is None:

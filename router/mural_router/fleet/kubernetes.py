@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from mural_resolvers.kubernetes.client import KubeClient
-from mural_resolvers.kubernetes.config import SingleConfig
 from mural_resolvers.kubernetes.paths import ENDPOINT_SLICES
 from mural_resolvers.kubernetes.watch import Watch
 from mural_router.fleet.discovery import Discovery
@@ -119,39 +118,40 @@ class KubernetesDiscovery(Discovery):
     While the API server is away, or refuses, what was found last stays.
     """
 
-    def __init__(self, place: KubernetesPlace, config: SingleConfig) -> None:
+    def __init__(self, place: KubernetesPlace, client: Callable[[], KubeClient]) -> None:
+        """``client`` is asked when it is watched."""
         self._place = place
-        self._config = config
+        self._client = client
 
     async def watch(self) -> AsyncGenerator[tuple[Endpoint, ...], None]:
         told: tuple[Endpoint, ...] | None = None
         place = self._place
         changed = asyncio.Event()
-        async with KubeClient(self._config) as client:
-            slices = Watch(
-                client,
-                ENDPOINT_SLICES.of(place.namespace or client.namespace),
-                msgspec.json.Decoder(_Slice).decode,
-                label_selector=f"kubernetes.io/service-name={place.service}",
-                what=f"endpoints of {place.service}",
-            )
-            running = asyncio.create_task(slices.run(lambda _: changed.set()))
-            running.add_done_callback(lambda _: changed.set())
-            try:
-                while True:
-                    await changed.wait()
-                    changed.clear()
-                    if running.done():
-                        # What no waiting can cure ends discovery.
-                        running.result()
-                    found = endpoints_of(slices.objects.values(), place)
-                    if found != told:
-                        told = found
-                        # The empty set too: whoever waits may know that there is none yet.
-                        yield found
-            finally:
-                running.cancel()
-                await asyncio.gather(running, return_exceptions=True)
+        client = self._client()
+        slices = Watch(
+            client,
+            ENDPOINT_SLICES.of(place.namespace or client.namespace),
+            msgspec.json.Decoder(_Slice).decode,
+            label_selector=f"kubernetes.io/service-name={place.service}",
+            what=f"endpoints of {place.service}",
+        )
+        running = asyncio.create_task(slices.run(lambda _: changed.set()))
+        running.add_done_callback(lambda _: changed.set())
+        try:
+            while True:
+                await changed.wait()
+                changed.clear()
+                if running.done():
+                    # What no waiting can cure ends discovery.
+                    running.result()
+                found = endpoints_of(slices.objects.values(), place)
+                if found != told:
+                    told = found
+                    # The empty set too: whoever waits may know that there is none yet.
+                    yield found
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
 
 def endpoints_of(slices: Iterable[_Slice], place: KubernetesPlace) -> tuple[Endpoint, ...]:

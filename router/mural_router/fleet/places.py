@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 
+from mural_router.cluster import Cluster
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.dns import DnsDiscovery, parse_dns
 from mural_router.fleet.endpoint import Endpoint
@@ -60,11 +61,11 @@ def _joined(sets: Iterable[tuple[Endpoint, ...]]) -> tuple[Endpoint, ...]:
     return tuple(named.values())
 
 
-def open_discovery(places: Iterable[str]) -> Discovery:
+def open_discovery(places: Iterable[str], cluster: Cluster) -> Discovery:
     """The ways of finding replicas that ``places`` write; raises ValueError with what is wrong.
 
     ``http://…`` and ``https://…`` (`parse_endpoint`), ``dns://…`` and ``dns+srv://…``
-    (`parse_dns`), ``kubernetes://…`` (`parse_kubernetes`), any number of each.
+    (`parse_dns`), ``kubernetes://…`` (`parse_kubernetes`, by ``cluster``), any number of each.
     """
     listed: list[Endpoint] = []
     others: list[Discovery] = []
@@ -73,7 +74,7 @@ def open_discovery(places: Iterable[str]) -> Discovery:
         if scheme in ("dns", "dns+srv"):
             others.append(DnsDiscovery(parse_dns(text)))
         elif scheme == "kubernetes":
-            others.append(_kubernetes(text))
+            others.append(_kubernetes(text, cluster))
         else:
             listed.append(parse_endpoint(text))
     static = StaticDiscovery(listed)
@@ -82,13 +83,11 @@ def open_discovery(places: Iterable[str]) -> Discovery:
     return JoinedDiscovery([static, *others] if listed else others)
 
 
-def _kubernetes(text: str) -> Discovery:
+def _kubernetes(text: str, cluster: Cluster) -> Discovery:
     try:
-        # Of use in a cluster only, and so in an extra of its own.
-        from mural_resolvers.kubernetes.config import cluster_config
-        from mural_router.fleet.kubernetes import KubernetesDiscovery, parse_kubernetes
-    except ImportError as error:
-        raise ValueError(
-            f"{text!r}: its packages are not installed ({error}): pip install 'mural[kubernetes]'"
-        ) from None
-    return KubernetesDiscovery(parse_kubernetes(text), cluster_config())
+        cluster.check()
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
+    from mural_router.fleet.kubernetes import KubernetesDiscovery, parse_kubernetes
+
+    return KubernetesDiscovery(parse_kubernetes(text), cluster.client)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from mural_resolvers.errors import InvalidInput, MuralError, UnusableAdapter
-from mural_resolvers.names import parse_name
+from mural_resolvers.errors import InvalidInput, UnusableAdapter
+from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.store import Aliases
 from mural_resolvers.strict_yaml import parse_yaml
 from mural_resolvers.versions import AliasTarget, encode_aliases, parse_aliases
-from mural_router.routing.versions import KnownVersions, VersionSource
+from mural_resolvers.watched_file import WatchedFile
+from mural_router.routing.versions import AliasOverlay
 
-__all__ = ["AliasesFile", "LayeredVersions", "parse_aliases_file"]
+__all__ = ["AliasesFile", "parse_aliases_file"]
 
 MAX_FILE_BYTES: Final = 16 << 20
 
-logger = logging.getLogger("mural.router.versions")
+_InForce = Mapping[tuple[str, str], Aliases]
 
 
 class _Target(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,7 +31,7 @@ class _Target(msgspec.Struct, forbid_unknown_fields=True):
 _Form = dict[str, dict[str, list[_Target]]]
 
 
-def parse_aliases_file(data: bytes) -> Mapping[tuple[str, str], Aliases]:
+def parse_aliases_file(data: bytes) -> _InForce:
     """Read ``tenant/adapter: {alias: [{version, weight}]}``; raise a ``MuralError``.
 
     The inner part is what a store keeps in ``_aliases.json``; ``acme`` is ``acme/default``.
@@ -70,67 +69,20 @@ def _targets(aliases: dict[str, list[_Target]]) -> Aliases:
     }
 
 
-class AliasesFile:
-    """Reads the file again when it is asked for and has changed; a bad one changes nothing."""
+class AliasesFile(WatchedFile[_InForce], AliasOverlay):
+    """Keeps the aliases of a file in force."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ``InvalidInput`` when it is absent or wrong."""
-        self._path = path
-        self._seen: bytes | None = None
-        """As it was read last; None: it could not be read."""
-        self._refused = ""
-        """What was last said of it."""
-        data = self._seen = self._read()
-        self._aliases = parse_aliases_file(data)
+        """Read the file; raise a ``MuralError`` when it is absent or wrong."""
+        super().__init__(
+            path, parse_aliases_file, what="aliases file", max_bytes=MAX_FILE_BYTES, shown=_shown
+        )
 
-    async def aliases(self, tenant: str, adapter: str) -> Aliases:
-        """The adapter's aliases, as the last good file has them."""
-        await asyncio.to_thread(self._look)
-        return self._aliases.get((tenant, adapter), {})
-
-    def _look(self) -> None:
-        try:
-            data = self._read()
-            if data == self._seen:
-                return
-            self._seen = data
-            self._aliases = parse_aliases_file(data)
-        except MuralError as error:
-            # Once, and not for each adapter that is looked up.
-            if self._refused != error.message:
-                self._refused = error.message
-                logger.error(
-                    "%s is refused, the last good aliases hold: %s", self._path, error.message
-                )
-            return
-        self._refused = ""
-        logger.info("aliases file reloaded: %d adapters", len(self._aliases))
-
-    def _read(self) -> bytes:
-        try:
-            with self._path.open("rb") as file:
-                return file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            self._seen = None
-            raise InvalidInput(f"The aliases file cannot be read: {error.strerror}.") from None
+    def targets(self, name: AdapterName) -> Sequence[AliasTarget] | None:
+        """What the file says of an alias."""
+        aliases = self.value.get((name.tenant, name.adapter))
+        return None if aliases is None else aliases.get(name.version)
 
 
-class LayeredVersions(VersionSource):
-    """The file's aliases over those of a store, whose versions and digests hold."""
-
-    def __init__(self, file: AliasesFile, store: VersionSource | None) -> None:
-        self._file = file
-        self._store = store
-
-    async def read(self, tenant: str, adapter: str) -> KnownVersions:
-        """What both say; the file alone, where there is no store."""
-        aliases = await self._file.aliases(tenant, adapter)
-        if self._store is None:
-            return KnownVersions(aliases)
-        known = await self._store.read(tenant, adapter)
-        return KnownVersions({**known.aliases, **aliases}, known.digests)
-
-    async def close(self) -> None:
-        """Close the store."""
-        if self._store is not None:
-            await self._store.close()
+def _shown(value: _InForce) -> str:
+    return f"{len(value)} adapters"

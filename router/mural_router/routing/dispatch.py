@@ -21,7 +21,7 @@ from mural_router.placement import (
 from mural_router.routing.breaker import FAILURES, Breakers
 from mural_router.routing.metrics import RouterMetrics
 
-__all__ = ["Attempt", "Dispatch", "FleetSource"]
+__all__ = ["Attempt", "Dispatch", "FleetSource", "undeclared"]
 
 
 class FleetSource(Protocol):
@@ -40,7 +40,7 @@ class FleetSource(Protocol):
     def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]: ...
 
 
-def _undeclared(adapter: str) -> None:
+def undeclared(adapter: str) -> None:
     """Without objects no adapter has a k of its own."""
 
 
@@ -71,7 +71,7 @@ class Dispatch:
         policy: PlacementPolicy,
         clock: Callable[[], float],
         freed: Callable[[], None],
-        declared: Callable[[str], int | None] = _undeclared,
+        declared: Callable[[str], int | None] = undeclared,
     ) -> None:
         """``freed`` is told whenever there may be capacity that was not there before.
 

@@ -11,13 +11,13 @@ import hmac
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 from mural_resolvers.errors import Unauthorized
-from mural_resolvers.tenants import ADMIN, ANYONE, KeyRing, Principal, StoredKey, TenantsFile
+from mural_resolvers.tenants import ADMIN, ANYONE, KeyRing, Principal, StoredKey
 from mural_router.fleet.endpoint import Engine
 
-__all__ = ["Authenticator", "RouterAuth", "tenant_salt", "upstream_identity"]
+__all__ = ["Authenticator", "Keys", "RouterAuth", "tenant_salt", "upstream_identity"]
 
 RouterAuth = Literal["keys", "open"]
 
@@ -27,12 +27,22 @@ MAX_SALTS: Final = 8_192
 ADMIN_PRINCIPAL: Final = Principal(tenant=None, rights=frozenset({ADMIN}), key_id="api-key")
 
 
-class Authenticator:
-    """Establishes the principal of a request: keys of the tenants file, admin keys, or anyone.
+class Keys(Protocol):
+    """Where tenants' keys are: a `TenantsFile`, or objects."""
 
-    Secrets are kept and compared as sha256 only. A key of the tenants file that was found good
-    is remembered, by the sha256 of its header, until the file changes or the key expires: one
-    that was revoked is of no use from the reload on. For one event loop.
+    @property
+    def ring(self) -> KeyRing:
+        """Those in force; another ring with each change. Raises ``Unavailable`` before any are
+        known: to say of a key that it is none would be a guess."""
+        ...
+
+
+class Authenticator:
+    """Establishes the principal of a request: tenants' keys, admin keys, or anyone.
+
+    Secrets are kept and compared as sha256 only. A tenant's key that was found good is
+    remembered, by the sha256 of its header, until any key changes or it expires: one that was
+    revoked is of no use from the change on. For one event loop.
     """
 
     def __init__(
@@ -40,7 +50,7 @@ class Authenticator:
         mode: RouterAuth,
         *,
         admin_keys: Iterable[str] = (),
-        tenants: TenantsFile | None = None,
+        tenants: Keys | None = None,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self.mode = mode
@@ -52,7 +62,7 @@ class Authenticator:
         self._good: dict[bytes, StoredKey] = {}
 
     def principal(self, authorization: tuple[str, ...]) -> Principal:
-        """Raise ``Unauthorized``, with one message whatever was wrong.
+        """Raise ``Unauthorized``, with one message whatever was wrong; `Keys` say what else.
 
         ``authorization``: every header of that name; keys are asked for in exactly one.
         """

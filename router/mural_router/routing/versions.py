@@ -1,7 +1,8 @@
 """From the name that was asked for to the exact version: aliases with weights, and ``latest``.
 
-What a store or a file says is kept for seconds, so that an alias that is pointed elsewhere holds
-soon and without a restart, and so that a store that is down for a while stops nobody.
+What a store says is kept for seconds, so that an alias that is pointed elsewhere holds soon and
+without a restart, and so that a store that is down for a while stops nobody. What objects or a
+file of the router's own say comes before it, and is asked for each request.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -23,9 +24,10 @@ import msgspec
 from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, UnusableAdapter, quoted
 from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.store import AdapterStore, Aliases
-from mural_resolvers.versions import highest_version, pick_target
+from mural_resolvers.versions import AliasTarget, highest_version, pick_target
 
 __all__ = [
+    "AliasOverlay",
     "Exact",
     "KnownVersions",
     "StoreVersions",
@@ -55,8 +57,11 @@ class KnownVersions:
     digests: Mapping[str, str | None] | None = None
 
 
+_NOTHING: Final = KnownVersions()
+
+
 class VersionSource(ABC):
-    """Where aliases are written down."""
+    """Where versions and their aliases are written down."""
 
     @abstractmethod
     async def read(self, tenant: str, adapter: str) -> KnownVersions:
@@ -68,6 +73,17 @@ class VersionSource(ABC):
     async def close(self) -> None:
         """Let go of connections."""
         return
+
+
+class AliasOverlay(ABC):
+    """Aliases that come before those of the store, one by one."""
+
+    @abstractmethod
+    def targets(self, name: AdapterName) -> Sequence[AliasTarget] | None:
+        """What stands behind ``name.version``, an alias, now; None: the store may say.
+
+        From memory, since it is asked for each request. One of the weights is above 0.
+        """
 
 
 class StoreVersions(VersionSource):
@@ -137,17 +153,23 @@ class VersionSettings:
 
 
 class Versions:
-    """Resolves names. For one event loop; without a source every name is taken as exact."""
+    """Resolves names. For one event loop.
+
+    What ``overlay`` has no alias for, and no source, is taken as exact.
+    """
 
     def __init__(
         self,
         source: VersionSource | None,
         settings: VersionSettings | None = None,
         *,
+        overlay: AliasOverlay | None = None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._source = source
+        self.overlay = overlay
+        """May be replaced at any time."""
         self.settings = settings or VersionSettings()
         self._clock = clock
         self._draw = draw
@@ -165,14 +187,13 @@ class Versions:
         ``AdapterNotFound`` for a ``latest`` of nothing, ``Unavailable`` when nothing is known and
         the source does not answer.
         """
-        if self._source is None:
-            return _as_it_is(name)
-        return self._pick(name, await self._find(name), sticky)
+        known = _NOTHING if self._source is None else await self._find(name)
+        return self._pick(name, known, sticky)
 
     def resolve_now(self, name: AdapterName, sticky: str | None = None) -> Exact | None:
         """`resolve` where nothing has to be looked up; None: it has."""
         if self._source is None:
-            return _as_it_is(name)
+            return self._pick(name, _NOTHING, sticky)
         answer = self._known.get((name.tenant, name.adapter))
         if answer is None or self._clock() - answer.at >= self.settings.ttl_s:
             return None
@@ -180,7 +201,9 @@ class Versions:
         return self._pick(name, answer.versions, sticky)
 
     def _pick(self, name: AdapterName, known: KnownVersions, sticky: str | None) -> Exact:
-        targets = known.aliases.get(name.version)
+        targets = None if self.overlay is None else self.overlay.targets(name)
+        if targets is None:
+            targets = known.aliases.get(name.version)
         digests = known.digests or {}
         if targets:
             version = pick_target(targets, self._draw_for(name, sticky))
@@ -189,15 +212,15 @@ class Versions:
             return Exact(name, digests.get(version), listed=version in digests)
         else:
             highest = highest_version(digests)
+            if self._source is None:
+                raise AdapterNotFound(
+                    f"{quoted(name.short)} names no version, and this router has no store in "
+                    "which to look for the latest."
+                )
             if highest is None:
                 raise AdapterNotFound(f"The model {quoted(name.short)} does not exist.")
             version = highest
         return Exact(name.at(version), digests.get(version), name, version in digests)
-
-    def replace_source(self, source: VersionSource | None) -> None:
-        """Look elsewhere from now on; what was known is forgotten."""
-        self._source = source
-        self._known.clear()
 
     async def close(self) -> None:
         """End look-ups and close the source."""
@@ -243,12 +266,10 @@ class Versions:
         return flight
 
     async def _read(self, key: tuple[str, str]) -> None:
-        source = self._source
-        if source is None:
-            return
+        assert self._source is not None
         try:
             async with self._turns, asyncio.timeout(10 * self.settings.timeout_s):
-                versions = await source.read(*key)
+                versions = await self._source.read(*key)
         except (MuralError, OSError) as error:
             self._fail(key, str(error) or "no answer in time")
             return
@@ -257,9 +278,8 @@ class Versions:
             logger.exception("versions could not be looked up")
             self._fail(key, "an unexpected error")
             return
-        if source is self._source:
-            self._down_until = -math.inf
-            self._keep(key, _Answer(versions, self._clock()))
+        self._down_until = -math.inf
+        self._keep(key, _Answer(versions, self._clock()))
 
     def _fail(self, key: tuple[str, str], reason: str) -> None:
         """Go by what is known, and leave the source alone for a while."""
@@ -272,15 +292,6 @@ class Versions:
         self._known.move_to_end(key)
         while len(self._known) > self.settings.max_adapters:
             self._known.popitem(last=False)
-
-
-def _as_it_is(name: AdapterName) -> Exact:
-    if name.version == LATEST:
-        raise AdapterNotFound(
-            f"{quoted(name.short)} names no version, and this router has no store in which to "
-            "look for the latest."
-        )
-    return Exact(name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import dns.rcode
 import dns.rrset
 import pytest
 
+from mural_router.cluster import Cluster
 from mural_router.fleet.dns import DnsDiscovery, DnsPlace, parse_dns
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.places import JoinedDiscovery, open_discovery
@@ -216,10 +217,12 @@ async def test_the_end_of_one_way_ends_all(listed):
 
 
 async def test_places_are_opened_as_they_are_written():
-    watch = open_discovery(["http://a:1", "http://b:1"]).watch()
+    watch = open_discovery(["http://a:1", "http://b:1"], Cluster()).watch()
     assert [endpoint.name for endpoint in await anext(watch)] == ["a:1", "b:1"]
     await watch.aclose()
-    assert isinstance(open_discovery(["http://a:1", "dns://mural:8000"]), JoinedDiscovery)
-    assert isinstance(open_discovery(["dns://mural:8000"]), JoinedDiscovery)
+    assert isinstance(
+        open_discovery(["http://a:1", "dns://mural:8000"], Cluster()), JoinedDiscovery
+    )
+    assert isinstance(open_discovery(["dns://mural:8000"], Cluster()), JoinedDiscovery)
     with pytest.raises(ValueError, match="ftp"):
-        open_discovery(["ftp://a"])
+        open_discovery(["ftp://a"], Cluster())

@@ -12,7 +12,9 @@ import pytest
 import yaml
 from lightkube.config.kubeconfig import KubeConfig
 
+from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.config import cluster_config
+from mural_router.cluster import Cluster
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.kubernetes import KubernetesDiscovery, parse_kubernetes
 from mural_router.fleet.places import open_discovery
@@ -99,18 +101,21 @@ class Followed:
 @pytest.fixture
 async def follow(cluster: Any) -> AsyncIterator[Callable[..., Followed]]:
     """``follow(config=None)``: the endpoints of the service ``mural``."""
-    running: list[Followed] = []
+    running: list[tuple[Followed, KubeClient]] = []
 
     def start(config: Path | None = None) -> Followed:
         place = parse_kubernetes(f"kubernetes://mural.{cluster.namespace}")
         single = cluster_config() if config is None else KubeConfig.from_file(config).get()
         assert single is not None
-        running.append(Followed(KubernetesDiscovery(place, single)))
-        return running[-1]
+        client = KubeClient(single)
+        followed = Followed(KubernetesDiscovery(place, lambda: client))
+        running.append((followed, client))
+        return followed
 
     yield start
-    for each in running:
-        await each.close()
+    for followed, client in running:
+        await followed.close()
+        await client.__aexit__(None, None, None)
 
 
 def config_with(token: str, cluster: Any, folder: Path) -> Path:
@@ -196,9 +201,12 @@ async def test_list_and_watch_are_all_the_rights_that_it_needs(cluster, follow, 
 
 async def test_a_place_in_the_settings_is_opened_with_the_clusters_configuration(cluster):
     await cluster.apply(SERVICE, DEPLOYMENT)
-    watch = open_discovery([f"kubernetes://mural.{cluster.namespace}"]).watch()
+    opened = Cluster()
+    watch = open_discovery([f"kubernetes://mural.{cluster.namespace}"], opened).watch()
     async with asyncio.timeout(WAIT_S):
         async for endpoints in watch:
             if ready(2)(endpoints):
                 break
     await watch.aclose()
+    assert opened.calls == {"list": 1, "watch": 1}
+    await opened.close()

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.config import cluster_config
+from mural_router.cluster import Cluster
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.kubernetes import KubernetesDiscovery, KubernetesPlace, parse_kubernetes
 from mural_router.fleet.places import open_discovery
@@ -36,8 +38,8 @@ def api(kube_api):
 @pytest.fixture
 async def told(api):
     """``await told()``: the next set of endpoints."""
-    config = api.config(token="the-pods-own-token")
-    discovery = KubernetesDiscovery(KubernetesPlace("mural"), config)
+    client = KubeClient(api.config(token="the-pods-own-token"))
+    discovery = KubernetesDiscovery(KubernetesPlace("mural"), lambda: client)
     sets: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
 
     async def follow() -> None:
@@ -50,9 +52,10 @@ async def told(api):
         return await asyncio.wait_for(sets.get(), 20)
 
     told.sets = sets
-    yield told
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    async with client:
+        yield told
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_pods_are_replicas_with_both_ports(api, told):
@@ -137,9 +140,10 @@ async def test_a_watch_that_dies_ends_discovery(api, monkeypatch):
         raise RuntimeError("a fault of ours")
 
     monkeypatch.setattr("mural_resolvers.kubernetes.watch.Watch.run", die)
-    discovery = KubernetesDiscovery(KubernetesPlace("mural"), api.config())
-    with pytest.raises(RuntimeError, match="a fault of ours"):
-        await asyncio.wait_for(anext(discovery.watch()), 20)
+    async with KubeClient(api.config()) as client:
+        discovery = KubernetesDiscovery(KubernetesPlace("mural"), lambda: client)
+        with pytest.raises(RuntimeError, match="a fault of ours"):
+            await asyncio.wait_for(anext(discovery.watch()), 20)
 
 
 @pytest.mark.parametrize(
@@ -219,4 +223,4 @@ def test_without_a_cluster_it_says_so_at_the_start(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match="no Kubernetes"):
         cluster_config()
     with pytest.raises(ValueError, match="no Kubernetes"):
-        open_discovery(["kubernetes://mural"])
+        open_discovery(["kubernetes://mural"], Cluster())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mural_resolvers.errors import MuralError
+from mural_resolvers.errors import AdapterNotFound, MuralError
+from mural_resolvers.names import parse_name
 from mural_resolvers.versions import AliasTarget
-from mural_router.routing.aliases_file import AliasesFile, LayeredVersions, parse_aliases_file
-from mural_router.routing.versions import KnownVersions, VersionSource
+from mural_router.routing.aliases_file import AliasesFile, parse_aliases_file
+from mural_router.routing.versions import KnownVersions, Versions, VersionSource
 
 GOOD = b"""
 acme:
@@ -45,49 +46,61 @@ def test_anything_else_is_refused(data):
         parse_aliases_file(data)
 
 
+async def settle(file: AliasesFile) -> None:
+    """A content is taken when it was seen twice."""
+    await file.poll()
+    await file.poll()
+
+
+STABLE = parse_name("acme:stable")
+
+
 async def test_a_change_holds_and_a_bad_one_leaves_the_last_good_one(tmp_path, caplog):
     path = tmp_path / "aliases.yaml"
     path.write_bytes(GOOD)
     file = AliasesFile(path)
     path.write_bytes(GOOD.replace(b"v3", b"v9"))
-    assert (await file.aliases("acme", "default"))["stable"][0].version == "v9"
+    await settle(file)
+    assert file.targets(STABLE)[0].version == "v9"
     for bad in (b"acme: {", b"acme: {stable: []}"):
         path.write_bytes(bad)
-        assert (await file.aliases("acme", "default"))["stable"][0].version == "v9"
+        await settle(file)
+        assert file.targets(STABLE)[0].version == "v9"
+    assert (file.numbers.reloads, file.numbers.refused, file.numbers.stale) == (1, 2, True)
     path.unlink()
-    assert (await file.aliases("acme", "default"))["stable"][0].version == "v9"
+    await settle(file)
+    assert file.targets(STABLE)[0].version == "v9"
     assert "refused" in caplog.text
-    assert await file.aliases("globex", "default") == {}
+    assert file.targets(parse_name("globex:stable")) is None
+    assert file.targets(parse_name("acme:canary")) is None
 
 
-async def test_a_refusal_is_told_once_and_so_is_the_files_return(tmp_path, caplog):
-    caplog.set_level("INFO")
-    path = tmp_path / "aliases.yaml"
-    path.write_bytes(GOOD)
-    file = AliasesFile(path)
-    for change in (lambda: path.write_bytes(b"acme: 5"), path.unlink):
-        change()
-        for tenant in ("acme", "globex", "initech"):
-            await file.aliases(tenant, "default")
-    path.write_bytes(GOOD)
-    for _ in range(3):
-        assert (await file.aliases("acme", "default"))["stable"][0].version == "v3"
-    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR", "INFO"]
-    assert str(path) in caplog.messages[0]
-
-
-async def test_the_file_holds_over_the_store_alias_by_alias(tmp_path):
+async def test_the_file_holds_over_the_store_alias_by_alias_and_at_once(tmp_path):
     class Store(VersionSource):
         async def read(self, tenant: str, adapter: str) -> KnownVersions:
             of_store = {
                 "stable": (AliasTarget("v1", 1),),
                 "canary": (AliasTarget("v2", 1),),
             }
-            return KnownVersions(of_store, {"v1": None})
+            return KnownVersions(of_store, {"v1": None, "v3": "3" * 64})
 
     path = tmp_path / "aliases.yaml"
+    path.write_bytes(GOOD.replace(b"weight: 10", b"weight: 0"))
+    file = AliasesFile(path)
+    versions = Versions(Store(), overlay=file)
+    found = await versions.resolve(STABLE)
+    assert (found.name.version, found.digest, found.alias) == ("v3", "3" * 64, STABLE)
+    assert (await versions.resolve(parse_name("acme:canary"))).name.version == "v2"
+    path.write_bytes(GOOD.replace(b"v3", b"v4"))  # Without a turn of the store's cache.
+    await settle(file)
+    assert versions.resolve_now(STABLE).name.version == "v4"
+
+
+async def test_without_a_store_the_file_alone_says_what_an_alias_is(tmp_path):
+    path = tmp_path / "aliases.yaml"
     path.write_bytes(GOOD)
-    known = await LayeredVersions(AliasesFile(path), Store()).read("acme", "default")
-    assert known.aliases["stable"][0].version == "v3"
-    assert known.aliases["canary"][0].version == "v2"
-    assert known.digests == {"v1": None}
+    versions = Versions(None, overlay=AliasesFile(path))
+    assert versions.resolve_now(parse_name("acme/sql")).name.exact == "acme/sql:1"
+    assert versions.resolve_now(parse_name("acme:v1")).alias is None
+    with pytest.raises(AdapterNotFound):
+        versions.resolve_now(parse_name("acme"))
