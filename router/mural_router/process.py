@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.file_watch import FileWatch
 from mural_router.admin.server import AdminServer
-from mural_router.certificates import CertificateWatch
 from mural_router.config import Config
 from mural_router.fleet.news import FleetNews
 from mural_router.proxy import Proxy, start
@@ -53,7 +53,8 @@ async def run_router(config: Config, *, version: str) -> int:
         beside.append(asyncio.create_task(router.watch_aliases(), name="watching the aliases"))
         if router.objects is not None:
             beside.append(asyncio.create_task(router.objects.run(), name="watching the objects"))
-        certificates = CertificateWatch(config.settings.http.tls, router.reload_certificates)
+        files = config.settings.http.tls.files
+        certificates = FileWatch(files, router.reload_certificates, what="certificates")
         if certificates.needed:
             running = certificates.run()
             beside.append(asyncio.create_task(running, name="watching the certificates"))
