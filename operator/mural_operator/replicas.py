@@ -118,7 +118,7 @@ class Follower(ABC):
                 await self._follow()
             except ControlError as error:
                 if error.status in (401, 403):
-                    self._credentials.suspect()
+                    self.refused_credentials()
                 self._lost(error.message, refused=error.refused)
             except CredentialsMissing as error:
                 self._lost(str(error), refused=False)
@@ -127,6 +127,10 @@ class Follower(ABC):
             if self._heard_s is not None and self._now() - began > STEADY_S:
                 backoff.reset()
             await asyncio.sleep(backoff.next_s())
+
+    def refused_credentials(self) -> None:
+        """It does not accept who we say we are."""
+        self._credentials.suspect()
 
     def failed(self, error: Exception) -> None:
         """Following ended by a fault of ours: nothing is known until it is begun anew."""

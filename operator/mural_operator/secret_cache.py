@@ -28,7 +28,6 @@ RETRY_S: Final = 5.0
 """After a read that failed."""
 AT_A_TIME: Final = 8
 MAX_SECRETS: Final = 10_000
-SETTLE_S: Final = 15.0
 
 Secret = Mapping[str, bytes]
 """An entry's content by its key."""
@@ -60,7 +59,6 @@ class SecretCache:
         self._wanted: dict[str, frozenset[str]] = {}
         self._kept: dict[str, _Kept] = {}
         self._wake = asyncio.Event()
-        self._progress = asyncio.Condition()
 
     def want(self, owner: str, names: Iterable[str]) -> None:
         """What an owner needs, in place of what it needed before; nothing: none any more."""
@@ -92,23 +90,9 @@ class SecretCache:
         """Of those that are there."""
         return {name: one.content for name, one in self._kept.items() if one.content is not None}
 
-    @property
-    def complete(self) -> bool:
-        """Whether the API server has answered for each that is wanted."""
-        return all(kept.known for kept in self._kept.values())
-
-    async def settled(self) -> None:
-        """Wait until that is so, within bounds."""
-        try:
-            async with asyncio.timeout(SETTLE_S), self._progress:
-                await self._progress.wait_for(lambda: self.complete)
-        except TimeoutError:
-            log.warning("not all Secrets could be read within %g s", SETTLE_S)
-
-    def expire(self, names: Iterable[str]) -> None:
-        """Read these again: what names them has changed."""
-        for name in names:
-            self.suspect(name)
+    def knows(self, names: Iterable[str]) -> bool:
+        """Whether the API server has answered for each of these."""
+        return all((kept := self._kept.get(name)) is not None and kept.known for name in names)
 
     def suspect(self, name: str) -> None:
         """Read it again, unless that was done just now."""
@@ -125,8 +109,6 @@ class SecretCache:
             due = [name for name, kept in self._kept.items() if kept.due_s <= now]
             for start in range(0, len(due), AT_A_TIME):
                 await asyncio.gather(*map(self._read, due[start : start + AT_A_TIME]))
-            async with self._progress:
-                self._progress.notify_all()
             await self._rest()
 
     async def _rest(self) -> None:

@@ -1,0 +1,71 @@
+"""The tenants: their keys for the routers, and what their objects say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Final
+
+from mural_operator.pool_worker import Ground
+from mural_operator.router_keys import RouterKeys
+from mural_operator.tenancy import TenantVerdict, secrets_named, tenancy
+from mural_operator.worker import Worker
+from mural_resolvers.kubernetes.client import KubeError
+from mural_resolvers.kubernetes.objects import Tenant
+
+__all__ = ["TenantsWorker"]
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 5.0
+
+
+class TenantsWorker(Worker):
+    """All tenants together: of two that claim one thing only one has it."""
+
+    def __init__(self, ground: Ground, keys: RouterKeys) -> None:
+        super().__init__("the tenants")
+        self._ground = ground
+        self._keys = keys
+        self._generations: dict[str, tuple[str, int]] = {}
+
+    async def step(self) -> None:
+        tenants, secrets = self._ground.cluster.tenants, self._ground.secrets
+        names = secrets_named(tenants)
+        secrets.want(self.name, names)
+        self._note_changes(tenants)
+        if not secrets.knows(names):
+            # Half of the keys would lock out the tenants of the others.
+            return
+        found = tenancy(tenants, secrets.contents)
+        try:
+            await self._keys.write(found.keys_json())
+        except KubeError as error:
+            log.warning("the Secret %s cannot be written: %s", self._keys.name, error)
+            self.wake_at(asyncio.get_running_loop().time() + RETRY_S)
+        for tenant in tenants:
+            self._tell(tenant, found.verdicts[tenant.metadata.key])
+
+    def _note_changes(self, tenants: tuple[Tenant, ...]) -> None:
+        """Who changes a tenant may have changed its Secret just before."""
+        generations = {
+            each.metadata.key: (each.metadata.uid, each.metadata.generation) for each in tenants
+        }
+        changed = [
+            tenant
+            for tenant in tenants
+            if self._generations.get(tenant.metadata.key) != generations[tenant.metadata.key]
+        ]
+        for gone in self._generations.keys() - generations.keys():
+            self._ground.statuses.forget(f"tenant {gone}")
+        self._generations = generations
+        for name in secrets_named(changed):
+            self._ground.secrets.suspect(name)
+
+    def _tell(self, tenant: Tenant, found: TenantVerdict) -> None:
+        self._ground.statuses.put(
+            f"tenant {tenant.metadata.key}",
+            tenant.metadata.resource_version,
+            found,
+            lambda: self._ground.writer.write_tenant(tenant, found),
+        )
