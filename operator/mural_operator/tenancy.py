@@ -185,6 +185,7 @@ def _from_secret(
         return _BadKey(
             "KeyMalformed",
             f"{where}: the entry {quoted(ref.key)} of the Secret {quoted(ref.name)} is no key: "
-            "mural_<id>_<secret> is wanted, as mural tenants create-key makes it, or <id>:<sha256>.",
+            "mural_<id>_<secret> is wanted, as mural tenants create-key makes it, or "
+            "<id>:<sha256>.",
         )
     return {"id": key_id, "sha256": sha256}

@@ -1,4 +1,5 @@
-"""Makes ``simulated_server`` importable to the tests of this folder, and starts such servers."""
+"""Makes ``simulated_server`` and ``simulated_pool`` importable to the tests of this folder, and
+starts such servers."""
 
 from __future__ import annotations
 
@@ -7,17 +8,24 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-_PATH = Path(__file__).with_name("simulated_server.py")
-_SPEC = importlib.util.spec_from_file_location("simulated_server", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-simulated_server = importlib.util.module_from_spec(_SPEC)
-sys.modules["simulated_server"] = simulated_server
-_SPEC.loader.exec_module(simulated_server)
+
+def _import(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+simulated_server = _import("simulated_server")
+_import("simulated_pool")
 
 
 @pytest.fixture
