@@ -28,7 +28,6 @@ from mural_operator.reconcile import (
 )
 from mural_operator.refusals import LYING, Refusals, delay_s
 from mural_operator.replicas import Follower, MuralFollower, VLLMFollower
-from mural_operator.vllm_client import VLLMClient
 from mural_resolvers.kubernetes.client import JsonObject, KubeClient, KubeError
 from mural_resolvers.kubernetes.objects import ObjectMeta
 from mural_resolvers.kubernetes.paths import ADAPTERS
@@ -377,7 +376,7 @@ def _control(follower: Follower | None) -> ControlClient:
     return follower.client()
 
 
-def _vllm(follower: Follower | None) -> VLLMClient:
+def _vllm(follower: Follower | None) -> VLLMFollower:
     if not isinstance(follower, VLLMFollower):
         raise ControlError("the pod has no address, or is none of vLLM's")
-    return follower.client()
+    return follower

@@ -56,6 +56,7 @@ class Operator:
 
     def __init__(self, settings: OperatorSettings, client: KubeClient) -> None:
         self._settings = settings
+        self.client = client
         self.namespace = settings.namespace or client.namespace
         self._cluster = Cluster(client, self.namespace, _watched(settings, self.namespace))
         self._election = Election(

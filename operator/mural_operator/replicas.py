@@ -7,7 +7,7 @@ import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
@@ -214,6 +214,20 @@ class MuralFollower(Follower):
 class VLLMFollower(Follower):
     """Asks a vLLM pod which models it lists: it cannot say what it holds."""
 
+    def __init__(self, target: Target, credentials: PoolCredentials, changed: Changed) -> None:
+        super().__init__(target, credentials, changed)
+        self._changing = asyncio.Event()
+
+    async def warm(self, name: str) -> None:
+        """Have it load an adapter, and look at once whether it lists it."""
+        await self.client().warm(name)
+        self._changing.set()
+
+    async def forget(self, name: str) -> None:
+        """Have it unload an adapter, and look at once whether it lists it no more."""
+        await self.client().forget(name)
+        self._changing.set()
+
     def client(self) -> VLLMClient:
         """A client of its OpenAI API; raises `CredentialsMissing`."""
         credentials = self._credentials.now()
@@ -229,13 +243,16 @@ class VLLMFollower(Follower):
 
     async def _follow(self) -> None:
         while True:
+            self._changing.clear()
             models = await self.client().models()
             self._alive()
             if models != self.models:
                 self.models = models
                 self.heard += 1
                 self._changed(False)
-            await asyncio.sleep(MODELS_INTERVAL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(MODELS_INTERVAL_S):
+                    await self._changing.wait()
 
 
 class Replicas:
@@ -281,6 +298,7 @@ class Replicas:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _make(self, target: Target) -> Follower:
+        kind: type[MuralFollower | VLLMFollower]
         kind = MuralFollower if target.engine == "mural" else VLLMFollower
         return kind(
             target, self._credentials, lambda load_only: self._changed(target.pod, load_only)

@@ -1,5 +1,5 @@
-"""Makes ``simulated_server`` and ``simulated_pool`` importable to the tests of this folder, and
-starts such servers."""
+"""Makes the simulated server and pool, and ``operated``, importable to the tests of this folder,
+and starts such servers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def _import(name: str) -> ModuleType:
 
 simulated_server = _import("simulated_server")
 _import("simulated_pool")
+_import("operated")
 
 
 @pytest.fixture

@@ -178,11 +178,11 @@ async def test_a_vllm_pod_s_adapters_are_those_that_it_lists_with_a_parent(
     follower = await followed.until(lambda one: one.models is not None)
     assert follower.models.base_names == ("tiny",)
     assert follower.models.adapters == frozenset()
-    await follower.client().warm("acme/default:v1")
+    await follower.warm("acme/default:v1")
     await followed.until(lambda one: one.models.adapters == {"acme/default:v1"})
     assert server.count("complete", "acme:v1") == 1
-    await follower.client().forget("acme/default:v1")
-    await follower.client().forget("acme/default:v1")
+    await follower.forget("acme/default:v1")
+    await follower.forget("acme/default:v1")
     await followed.until(lambda one: one.models.adapters == frozenset())
 
 
