@@ -1,0 +1,119 @@
+"""One line for each reason that the statuses of pools and aliases may have."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import pytest
+from simulated_pool import make_adapter, make_pool, make_state, make_world
+
+from mural_operator.alias_verdict import alias_verdicts
+from mural_operator.conditions import listed
+from mural_operator.pool_verdict import PoolVerdict, pool_verdict
+from mural_operator.reconcile import reconcile
+from mural_operator.world import Pod
+from mural_resolvers.kubernetes.aliases import judge_aliases
+from mural_resolvers.kubernetes.objects import AdapterAlias, read_alias
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+TEAM = {"acme": frozenset({"team"})}
+V1 = "acme/default:v1"
+FOREIGN = make_state(base=msgspec.structs.replace(make_state().base, model_names=("big",)))
+
+
+def pod(name: str, **more: object) -> Pod:
+    return Pod(name, **({"ready": True, "state": make_state()} | more))
+
+
+def judge(pods, adapters=()) -> PoolVerdict:
+    world = make_world(adapters, pods)
+    return pool_verdict(world, reconcile(world, 0.0))
+
+
+RULES = [
+    ([], "False", "NoPods", "labels app=server"),
+    ([pod("a"), pod("b"), pod("c", state=FOREIGN)], "False", "BasesDiffer", "c serve another"),
+    ([pod("a", state=None, error="401 no")], "False", "NotHeard", "network policies. 401 no"),
+    ([pod("a", ready=False)], "False", "NoneReady", "kubectl describe pod a"),
+    ([pod("a"), pod("b", ready=False)], "True", "Starting", "b"),
+    ([pod("a"), pod("b")], "True", "Serving", "All of its 2 pods serve"),
+]
+
+
+@pytest.mark.parametrize(("pods", "truth", "reason", "words"), RULES)
+def test_each_reason_of_a_pool_has_its_rule_and_says_what_to_do(pods, truth, reason, words):
+    found = judge(pods)
+    healthy = found.conditions[0]
+    assert (healthy.type, healthy.status, healthy.reason) == ("Healthy", truth, reason)
+    assert words in healthy.message
+    assert found.reason == reason
+
+
+def test_a_pool_tells_its_base_and_how_many_of_its_pods_serve():
+    found = judge([pod("a"), pod("b", ready=False), pod("c", terminating=True)])
+    assert (found.base, found.spec_hash, found.ready) == ("tiny", "spec", "1/2")
+
+
+def test_a_pool_names_some_of_the_adapters_that_have_too_few_replicas():
+    adapters = [make_adapter(f"v{i}", placement={"replicas": 2}) for i in range(9)]
+    placed = judge([pod("a")], adapters).conditions[1]
+    assert (placed.status, placed.reason) == ("False", "TooFewReplicas")
+    assert placed.message.startswith("9 declared adapters")
+    assert "acme/default:v3 and 5 more" in placed.message
+    assert judge([pod("a")], adapters).adapters == 9
+    assert judge([pod("a"), pod("b")], adapters).conditions[1].reason == "AllPlaced"
+
+
+def test_long_lists_are_cut():
+    assert listed("abcd") == "a, b, c, d"
+    assert listed("abcdef") == "a, b, c, d and 2 more"
+
+
+def make_alias(name: str, created_s: float = 0, **spec: object) -> AdapterAlias:
+    fields = {"tenant": "acme", "alias": "latest", "versions": [{"version": "v1"}]}
+    read = read_alias({"metadata": {"name": name, "namespace": "team"}, "spec": fields | spec})
+    created = EPOCH + timedelta(seconds=created_s)
+    return msgspec.structs.replace(
+        read, metadata=msgspec.structs.replace(read.metadata, creation_timestamp=created)
+    )
+
+
+ALIAS_RULES = [
+    ({}, TEAM, {V1}, ("True", "Accepted"), ("True", "AllDeclared")),
+    ({}, TEAM, set(), ("True", "Accepted"), ("False", "NotDeclared")),
+    ({"alias": "v1"}, TEAM, {V1}, ("True", "HidesVersion"), ("True", "AllDeclared")),
+    ({}, {}, {V1}, ("False", "NotAllowed"), ("True", "AllDeclared")),
+    (
+        {"versions": [{"version": "v1", "weight": 0}]},
+        *(TEAM, set(), ("False", "NoVersion"), ("True", "AllDeclared")),
+    ),
+]
+
+
+@pytest.mark.parametrize(("spec", "namespaces", "declared", "accepted", "hot"), ALIAS_RULES)
+def test_each_reason_of_an_alias_has_its_rule(spec, namespaces, declared, accepted, hot):
+    found = alias_verdicts([make_alias("a", **spec)], namespaces, declared)["team/a"]
+    said = [(each.status, each.reason) for each in found.conditions]
+    assert said == [accepted, hot]
+    assert found.reason == accepted[1]
+
+
+def test_of_two_objects_for_one_alias_the_oldest_counts_and_then_the_next():
+    old, young = make_alias("old", 1), make_alias("young", 2)
+    accepted, refused = judge_aliases([young, old], TEAM)
+    assert accepted == (old,)
+    assert refused["team/young"].reason == "Conflict"
+    assert "team/old" in refused["team/young"].message
+    assert judge_aliases([young], TEAM) == ((young,), {})
+
+
+def test_an_alias_from_a_foreign_namespace_takes_nobodys_place():
+    foreign = make_alias("first", 0)
+    foreign = msgspec.structs.replace(
+        foreign, metadata=msgspec.structs.replace(foreign.metadata, namespace="evil")
+    )
+    own = make_alias("own", 5)
+    accepted, refused = judge_aliases([foreign, own], TEAM)
+    assert accepted == (own,)
+    assert refused["evil/first"].reason == "NotAllowed"
