@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
-from simulated_pool import make_adapter, make_pool, make_state, make_world
+from simulated_pool import make_adapter, make_state, make_world
 
 from mural_operator.alias_verdict import alias_verdicts
 from mural_operator.conditions import listed
