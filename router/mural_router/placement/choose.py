@@ -13,7 +13,16 @@ from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 from mural_router.placement.replicas import can_hold, holds, replicas_for
 
-__all__ = ["Bound", "Choice", "Reason", "choose", "group_of", "has_room", "homes_of"]
+__all__ = [
+    "Bound",
+    "Choice",
+    "Reason",
+    "choose",
+    "group_of",
+    "has_room",
+    "homes_of",
+    "placed_homes",
+]
 
 BASE_GROUPS = 1024
 """Groups of base requests fall into so many orders, which are kept; a few share one unharmed."""
@@ -127,6 +136,29 @@ def homes_of(request: PlacementRequest, fleet: Fleet, k: int) -> list[int]:
     return list(islice(_places(request, fleet, fleet.members.order(request.adapter)), k))
 
 
+def placed_homes(
+    request: PlacementRequest, fleet: Fleet, k: int, declared: int | None
+) -> list[int]:
+    """`homes_of`, but of a declared adapter where the operator has put it.
+
+    It passes over a replica that is full, and those that the adapter's selector leaves out; and
+    it puts an adapter onto a new replica before it takes it from an old one. So of a declared
+    adapter's order those come first that hold it pinned.
+    """
+    adapter = request.adapter
+    if declared is None or adapter is None:
+        return homes_of(request, fleet, k)
+    able = homes_of(request, fleet, len(fleet.replicas))
+    put = [i for i in able if _is_pinned(fleet.replicas[i], adapter)][:k]
+    chosen = {*put, *[i for i in able if i not in put][: k - len(put)]}
+    return [i for i in able if i in chosen]
+
+
+def _is_pinned(replica: Replica, adapter: str) -> bool:
+    residency = replica.adapters.get(adapter)
+    return residency is not None and residency.pinned and holds(replica, adapter)
+
+
 def _places(request: PlacementRequest, fleet: Fleet, ordered: Iterable[int]) -> Iterator[int]:
     """The eligible ones among those accepting."""
     accepting = fleet.accepting_set
@@ -150,12 +182,12 @@ def choose(
 ) -> Choice | None:
     """The replica for a request, or None: its homes are full and no seat is free elsewhere.
 
-    Among the adapter's k homes the least loaded that holds it and is within the bound; else one
-    of them that is within the bound; else the next in the order that is. With k above 1 the
-    requests of one group meet: a second rendezvous hash among the homes comes before their load.
-    Away from home a request is sent only where it begins at once. Stale replicas are asked when
-    no fresh one will do. ``declared`` is the adapter's k where an
-    object or the operator says it.
+    Among the adapter's k homes (`placed_homes`) the least loaded that holds it and is within the
+    bound; else one of them that is within the bound; else the next in the order that is. With k
+    above 1 the requests of one group meet: a second rendezvous hash among the homes comes before
+    their load. Away from home a request is sent only where it begins at once. Stale replicas are
+    asked when no fresh one will do. ``declared`` is the adapter's k where an object or the operator
+    says it.
     """
     if request.adapter is None:
         return _Chooser(request, fleet, loads, policy).for_base()
@@ -186,7 +218,7 @@ def _homes(
     homes = fleet.kept_homes(adapter, declared, policy) if anywhere else None
     if homes is None:
         k = replicas_for(adapter, fleet, declared, policy)
-        places = tuple(homes_of(request, fleet, k))
+        places = tuple(placed_homes(request, fleet, k, declared))
         resident = tuple(i for i in places if holds(fleet.replicas[i], adapter))
         homes = Homes(
             policy=policy,
@@ -222,11 +254,9 @@ class _Chooser:
             return Choice(replicas[found], "resident", k, names)
         if (found := self._first(homes.others)) is not None:
             return Choice(replicas[found], "home", k, names)
-        places = self._places(self._fleet.members.order(adapter))
-        away = chain(islice(places, k, None), self._stale_places(adapter))
-        if (found := self._first(away, home=False)) is not None:
+        if (found := self._first(self._away(adapter, homes.places), home=False)) is not None:
             return Choice(replicas[found], "spilled", k, names)
-        return self._over_bound(adapter, k, names)
+        return self._over_bound(adapter, k, names, homes.places)
 
     def for_base(self) -> Choice | None:
         fleet, group = self._fleet, group_of(self._request)
@@ -238,18 +268,23 @@ class _Chooser:
                 return Choice(fleet.replicas[found], "prefix", k, ())
         if (found := self._least_loaded(self._places(fleet.accepting), bounded=True)) is not None:
             return Choice(fleet.replicas[found], "least_loaded", k, ())
-        return self._over_bound("", k, ())
+        return self._over_bound("", k, (), tuple(self._places(fleet.members.order(""))))
 
-    def _over_bound(self, key: str, k: int, homes: tuple[str, ...]) -> Choice | None:
-        places = self._places(self._fleet.members.order(key))
-        found = self._least_loaded(islice(places, k), bounded=False)
+    def _over_bound(
+        self, key: str, k: int, names: tuple[str, ...], homes: tuple[int, ...]
+    ) -> Choice | None:
+        found = self._least_loaded(homes, bounded=False)
         if found is None:
-            away = chain(places, self._stale_places(key))
             home = self._request.adapter is None  # The base is at home everywhere.
-            found = self._least_loaded(away, bounded=False, home=home)
+            found = self._least_loaded(self._away(key, homes), bounded=False, home=home)
         if found is None:
             return None
-        return Choice(self._fleet.replicas[found], "over_bound", k, homes)
+        return Choice(self._fleet.replicas[found], "over_bound", k, names)
+
+    def _away(self, key: str, homes: tuple[int, ...]) -> Iterator[int]:
+        """The rest of the order, then those that have not been heard of."""
+        places = self._places(self._fleet.members.order(key))
+        return chain((i for i in places if i not in homes), self._stale_places(key))
 
     def _places(self, ordered: Iterable[int]) -> Iterator[int]:
         return _places(self._request, self._fleet, ordered)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mural_router.placement.choose import Bound, choose, group_of, has_room, homes_of
+from mural_router.placement.choose import Bound, choose, group_of, has_room, placed_homes
 from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
@@ -60,7 +60,7 @@ def explain(
     bound = Bound(request, fleet, loads, policy)
     key = request.adapter or ""
     k = _k(request, fleet, declared, policy)
-    homes = homes_of(request, fleet, k)
+    homes = placed_homes(request, fleet, k, declared)
     group_places = _group_places(request, fleet, homes)
     rows = []
     for place, i in enumerate(fleet.members.order(key)):

@@ -15,6 +15,7 @@ from mural_router.placement import (
     Replica,
     Residency,
     choose,
+    explain,
     order,
     reported_loads,
 )
@@ -417,3 +418,72 @@ def test_what_is_remembered_of_homes_is_of_one_policy_and_one_number_of_replicas
     again = choose(request, view, loads)
     assert again is not None
     assert again.replica.name == first
+
+
+PINNED = {ADAPTER: Residency("host", pinned=True, rank=16, bytes=1 << 20)}
+
+
+@dataclass(frozen=True)
+class Declared:
+    says: str
+    to: str
+    reason: str
+    homes: tuple[str, ...]
+    k: int = 1
+    fleet: Fleet = field(default_factory=fleet)
+
+
+DECLARED = [
+    Declared("before the operator has put it anywhere it is at home", FIRST, "home", (FIRST,)),
+    Declared(
+        "a replica that the operator passed over is no home",
+        *(SECOND, "resident", (SECOND,)),
+        fleet=fleet(second=replace(CAN, adapters=PINNED)),
+    ),
+    Declared(
+        "a selector may leave out several",
+        *(THIRD, "resident", (THIRD, LAST)),
+        k=2,
+        fleet=fleet(
+            third=replace(CAN, adapters=PINNED), last=replace(CAN, adapters=PINNED, running=8)
+        ),
+    ),
+    Declared(
+        "a new first home is one as soon as it holds the adapter, too",
+        *(FIRST, "resident", (FIRST,)),
+        fleet=fleet(first=replace(CAN, adapters=PINNED), third=replace(CAN, adapters=PINNED)),
+    ),
+    Declared(
+        "one that is still being loaded is there already",
+        *(FIRST, "resident", (FIRST,)),
+        fleet=fleet(
+            first=replace(CAN, adapters={ADAPTER: Residency("disk", loading=True, pinned=True)})
+        ),
+    ),
+    Declared(
+        "where too few hold it the order says where else",
+        *(THIRD, "resident", (FIRST, THIRD)),
+        k=2,
+        fleet=fleet(third=replace(CAN, adapters=PINNED)),
+    ),
+    Declared(
+        "a copy that nobody pinned has come by itself",
+        *(FIRST, "home", (FIRST,)),
+        fleet=fleet(third=replace(CAN, adapters=HELD)),
+    ),
+    Declared(
+        "over the bound it spills in its order, also to where it was not put",
+        *(FIRST, "spilled", (THIRD,)),
+        fleet=fleet(third=busy(200, adapters=PINNED)),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", DECLARED, ids=[case.says for case in DECLARED])
+def test_a_declared_adapter_is_looked_for_where_the_operator_has_put_it(case: Declared) -> None:
+    choice = chosen(case.fleet, declared=case.k)
+    assert choice is not None
+    assert (choice.replica.name, choice.reason, choice.homes) == (case.to, case.reason, case.homes)
+    request, loads = PlacementRequest(ADAPTER), reported_loads(case.fleet)
+    explained = explain(request, case.fleet, loads, declared=case.k)
+    assert {row.replica for row in explained.rows if row.home} == set(case.homes)
