@@ -33,6 +33,9 @@ __all__ = ["Ground", "PoolWorker"]
 SETTLE_S: Final = 3.0
 """So long a leader that has just begun waits for the pods to say how they are: what it would do
 and tell before would be of a pool that is empty."""
+TELL_S: Final = 0.5
+"""Between two judgements of all objects, and in terms of the time that one took:"""
+TELL_SHARE: Final = 5.0
 LOAD_S: Final = 1.0
 """Between two looks at loads, where the number of replicas goes by them."""
 
@@ -68,6 +71,7 @@ class PoolWorker(Worker):
         self._settled = False
         self._settle_until_s: float | None = None
         self._goes_by_load = False
+        self._tell_again_s = 0.0
         self._generations: dict[str, tuple[str, int]] = {}
         self._reasons: dict[str, str] = {}
 
@@ -176,8 +180,15 @@ class PoolWorker(Worker):
         world = self._world(pool, adapters)
         plan = reconcile(world, self._clock())
         self._ground.executor.submit(self._pool_name, (*plan.actions, *self._unreadable_ends()))
-        self._tell(world, plan)
         self._ground.metrics.reconciled(self._pool_name, time.perf_counter() - began)
+        now = asyncio.get_running_loop().time()
+        if now < self._tell_again_s:
+            # What is told changes no replica, and readers want the outcome.
+            self.wake_at(self._tell_again_s)
+            return
+        began = time.perf_counter()
+        self._tell(world, plan)
+        self._tell_again_s = now + max(TELL_S, TELL_SHARE * (time.perf_counter() - began))
 
     def _unreadable_ends(self) -> Iterator[RemoveFinalizer]:
         """What nobody can read any more must still be able to go."""

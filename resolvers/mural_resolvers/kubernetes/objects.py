@@ -7,6 +7,7 @@ through and the present one would not is `InvalidInput`, which becomes a conditi
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Literal, TypeVar
 
 import msgspec
@@ -133,8 +134,7 @@ class Adapter(msgspec.Struct, frozen=True):
     @property
     def name(self) -> AdapterName:
         """The version that is meant; raises ``MalformedName``, though not after `read_adapter`."""
-        spec = self.spec
-        return AdapterName(tenant=spec.tenant, adapter=spec.name, version=spec.version)
+        return _name(self.spec.tenant, self.spec.name, self.spec.version)
 
     @property
     def exact(self) -> str:
@@ -274,6 +274,12 @@ class Tenant(msgspec.Struct, frozen=True):
     def id(self) -> str:
         """What stands before the colon of its adapters' names."""
         return self.spec.tenant or self.metadata.name
+
+
+@lru_cache(maxsize=16_384)
+def _name(tenant: str, adapter: str, version: str) -> AdapterName:
+    """Held to the grammar once, and not at each of the many times that a name is looked up."""
+    return AdapterName(tenant=tenant, adapter=adapter, version=version)
 
 
 # -- reading --------------------------------------------------------------------------------------
