@@ -81,6 +81,7 @@ adapters: $(STAMP) ## Train the demo adapters anew (half an hour on 2 cores)
 
 docs: $(STAMP) ## Build the documentation into site/
 	@$(BIN)/python docs/generate_reference.py --check
+	@$(BIN)/python charts/values_table.py --check
 	@$(BIN)/zensical build --strict --clean
 
 bench: $(STAMP) ## Measure base, one, mixed and churn beside PEFT
