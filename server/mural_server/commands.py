@@ -497,7 +497,8 @@ def _add_control_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--control-token-file",
         metavar="FILE",
-        help=f"holds its token (or {CONTROL_TOKEN_VARIABLE}); needed off loopback",
+        help=f"holds its token (or {CONTROL_TOKEN_VARIABLE}), and is read again when it changes; "
+        "needed off loopback",
     )
     group.add_argument(
         "--await-declared",
