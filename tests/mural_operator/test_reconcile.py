@@ -33,6 +33,7 @@ from mural_operator.reconcile import (
 )
 from mural_operator.world import Pod, Refusal
 from mural_resolvers.kubernetes.objects import Adapter
+from mural_server.protocol import Load as Busy
 
 V1, V2 = "acme/default:v1", "acme/default:v2"
 NOW = EPOCH.timestamp()
@@ -227,3 +228,30 @@ def test_vllm_pods_are_warmed_and_forget_only_what_is_deleted():
     gone = deleted(make_adapter("v1"))
     assert actions_on([gone], [warm], pool=vllm) == (Forget("a", V1),)
     assert actions_on([gone], [cold], pool=vllm) == (RemoveFinalizer(gone),)
+
+
+@pytest.mark.parametrize(
+    ("placement", "wanted"),
+    [
+        ({}, 1),
+        ({"replicas": 2}, 2),
+        ({"replicas": 9}, 9),
+        ({"replicas": "All"}, 3),
+        ({"minReplicas": 2, "maxReplicas": 3}, 2),
+        ({"minReplicas": 0, "maxReplicas": 1}, 1),
+    ],
+)
+def test_how_many_replicas_it_gets_follows_from_its_placement(placement, wanted):
+    world = make_world([make_adapter("v1", placement=placement)], [pod("a"), pod("b"), pod("c")])
+    places = reconcile(world, NOW).places[V1]
+    assert places.wanted == wanted
+    assert len(places.pods) == min(wanted, 3)
+
+
+def test_load_adds_replicas_within_the_range_of_the_object():
+    busy = make_status(V1, pinned=True, load=100.0)
+    full = Busy(running=8, waiting=8, tokens_per_s=100.0)
+    state = make_state(busy, declared=[V1], load=full)
+    adapter = make_adapter("v1", placement={"minReplicas": 1, "maxReplicas": 2})
+    world = make_world([adapter], [pod("a", state=state), pod("b"), pod("c")])
+    assert reconcile(world, NOW).places[V1].wanted == 2
