@@ -46,22 +46,29 @@ _REQUEST = re.compile(
 _RESPONSE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?" + _FIELDS)
 _OTHER_VERSION = re.compile(rb"[A-Z]+ [\x21-\x7e]+ HTTP/[0-9]+(?:\.[0-9]+)?\r\n")
 _FIELD = re.compile(rb"\r\n([^:]++):[\t ]*+([^\r]*+)")
-# What frames a message or holds its connection; all of it is the same in lower case.
-_OF_REQUEST = re.compile(
-    rb"\r\n(host|content-length|transfer-encoding|connection|expect):[\t ]*+([^\r]*+)"
-)
-_OF_RESPONSE = re.compile(rb"\r\n(content-length|transfer-encoding|connection):[\t ]*+([^\r]*+)")
 _HOST = re.compile(rb"(?:[a-z0-9._~\-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?]+)(/.*)", re.IGNORECASE)
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 _CONNECTION_OPTIONS: Final = {b"close", b"keep-alive", b"te", b"upgrade", b"http2-settings", b""}
 
 
+_ONCE: Final = {
+    b"host": "Host",
+    b"content-length": "Content-Length",
+    b"transfer-encoding": "Transfer-Encoding",
+}
+"""What frames a request, or says for whom it is."""
+
+
 class _Head(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields as they came, each after a CRLF, and the same in lower case."""
+    """A head's fields."""
 
     lines: bytes
-    lower: bytes
+    """As they came, each after a CRLF."""
+    named: dict[bytes, bytes]
+    """Values by lower-case name, white space after them included; of a repeated one the last."""
+    repeats: bool
+    """Whether a name stands there more than once."""
 
     @property
     def fields(self) -> list[Field]:
@@ -71,18 +78,10 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
 
     def values(self, name: bytes) -> tuple[bytes, ...]:
         """Every value of a field, by its lower-case name."""
-        line = b"\r\n%b:" % name
-        at = self.lower.find(line)
-        if at < 0:
-            return ()
-        found = []
-        while at >= 0:
-            at += len(line)
-            end = self.lines.find(b"\r", at)
-            value = self.lines[at:] if end < 0 else self.lines[at:end]
-            found.append(value.strip(b" \t"))
-            at = self.lower.find(line, at)
-        return tuple(found)
+        if self.repeats:
+            return tuple(value for each, value in self.fields if each == name)
+        value = self.named.get(name)
+        return () if value is None else (value.rstrip(b" \t"),)
 
 
 class RequestHead(_Head, frozen=True, kw_only=True):
@@ -125,38 +124,27 @@ def parse_request_head(head: bytes, max_fields: int) -> RequestHead:
             raise VersionNotSupported("This server speaks HTTP/1.1.")
         raise BadRequest("The request's head is not proper HTTP/1.1.")
     method, target, minor, lines = match.groups()
-    if lines.count(b"\r") > max_fields:
+    fields: list[Field] = _FIELD.findall(lines)
+    if len(fields) > max_fields:
         raise HeadTooLarge(f"The request has more than {max_fields} header fields.")
-    lower = lines.lower()
-    length: bytes | None = None
-    coding: bytes | None = None
-    host: bytes | None = None
-    options: set[bytes] = set()
-    expects = False
-    for name, value in _OF_REQUEST.findall(lower):
-        value = value.rstrip(b" \t")
-        if name == b"host":
-            host = _only(host, value, "Host")
-        elif name == b"content-length":
-            length = _only(length, value, "Content-Length")
-        elif name == b"transfer-encoding":
-            coding = _only(coding, value, "Transfer-Encoding")
-        elif name == b"connection":
-            options |= _connection_options(value)
-        else:
-            expects = _expects(value)
-    path, query = _target(target, host, minor)
+    named = {name.lower(): value for name, value in fields}
+    repeats = len(named) != len(fields)
+    if repeats:
+        _refuse_repeated(fields)
+    coding = _framing(named, b"transfer-encoding")
+    path, query = _target(target, _framing(named, b"host"), minor)
     return RequestHead(
         lines=lines,
-        lower=lower,
+        named=named,
+        repeats=repeats,
         method=method.decode("ascii"),
         path=path,
         query=query,
         minor=int(minor),
-        length=_request_length(length, coding, minor),
+        length=_request_length(_framing(named, b"content-length"), coding, minor),
         chunked=coding is not None,
-        keep=_keeps(options, minor),
-        expects_continue=expects and minor == b"1",
+        keep=_keeps(fields, minor) if b"connection" in named else minor == b"1",
+        expects_continue=b"expect" in named and _expects(fields) and minor == b"1",
     )
 
 
@@ -169,29 +157,27 @@ def parse_response_head(head: bytes) -> ResponseHead:
     if match is None:
         raise BrokenAnswer("its head is not proper HTTP/1.1")
     minor, status_text, lines = match.groups()
-    lower = lines.lower()
-    length: bytes | None = None
-    coding: bytes | None = None
-    keep = minor == b"1"
-    for name, value in _OF_RESPONSE.findall(lower):
-        value = value.rstrip(b" \t")
-        if name == b"content-length":
-            if length is not None:
-                raise BrokenAnswer("it has two lengths")
-            length = value
-        elif name == b"transfer-encoding":
-            if coding is not None:
-                raise BrokenAnswer("it has two transfer codings")
-            coding = value
-        elif b"close" in value:
-            keep = False
+    fields: list[Field] = _FIELD.findall(lines)
+    named = {name.lower(): value for name, value in fields}
+    repeats = len(named) != len(fields)
+    if repeats:
+        names = [name.lower() for name, _ in fields]
+        if names.count(b"content-length") > 1:
+            raise BrokenAnswer("it has two lengths")
+        if names.count(b"transfer-encoding") > 1:
+            raise BrokenAnswer("it has two transfer codings")
+    length, coding = _framing(named, b"content-length"), _framing(named, b"transfer-encoding")
     status = int(status_text)
+    closes = b"connection" in named and any(
+        b"close" in value for value in _all_of(fields, b"connection")
+    )
     return ResponseHead(
         lines=lines,
-        lower=lower,
+        named=named,
+        repeats=repeats,
         status=status,
         length=_response_length(status, length, coding, minor),
-        keep=keep,
+        keep=minor == b"1" and not closes,
     )
 
 
@@ -201,10 +187,22 @@ def refuse_hopeless(start: bytes) -> None:
         raise BadRequest("The request's head is not proper HTTP/1.1.")
 
 
-def _only(before: bytes | None, value: bytes, name: str) -> bytes:
-    if before is not None:
-        raise BadRequest(f"The request has more than one {name}.")
-    return value
+def _framing(named: dict[bytes, bytes], name: bytes) -> bytes | None:
+    """A field whose value is the same in lower case."""
+    value = named.get(name)
+    return None if value is None else value.rstrip(b" \t").lower()
+
+
+def _all_of(fields: list[Field], name: bytes) -> list[bytes]:
+    """Every value of such a field."""
+    return [value.rstrip(b" \t").lower() for each, value in fields if each.lower() == name]
+
+
+def _refuse_repeated(fields: list[Field]) -> None:
+    names = [name.lower() for name, _ in fields]
+    for name, text in _ONCE.items():
+        if names.count(name) > 1:
+            raise BadRequest(f"The request has more than one {text}.")
 
 
 def _connection_options(value: bytes) -> set[bytes]:
@@ -216,12 +214,15 @@ def _connection_options(value: bytes) -> set[bytes]:
     return options
 
 
-def _keeps(options: set[bytes], minor: bytes) -> bool:
+def _keeps(fields: list[Field], minor: bytes) -> bool:
+    options: set[bytes] = set()
+    for value in _all_of(fields, b"connection"):
+        options |= _connection_options(value)
     return b"close" not in options and (minor == b"1" or b"keep-alive" in options)
 
 
-def _expects(value: bytes) -> bool:
-    if value != b"100-continue":
+def _expects(fields: list[Field]) -> bool:
+    if any(value != b"100-continue" for value in _all_of(fields, b"expect")):
         raise ExpectationFailed("The only expectation that is met is 100-continue.")
     return True
 

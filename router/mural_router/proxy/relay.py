@@ -33,10 +33,7 @@ _log = logging.getLogger(__name__)
 
 Fields = tuple[tuple[str, str], ...]
 
-_READ = re.compile(
-    r"\r\n(authorization|{}):[\t ]*+([^\r]*+)".format("|".join(sorted(HEADERS))).encode("ascii"),
-    re.IGNORECASE,
-)
+_HEADERS: Final = tuple((name.encode("ascii"), name) for name in sorted(HEADERS))
 _RETRY_HEADER: Final = RETRY_HEADER.encode("ascii")
 
 # Of a connection rather than of an answer (RFC 9110, section 7.6.1), or the router's own to say.
@@ -50,18 +47,14 @@ _NOT_PASSED_ON = re.compile(
 def ask_of(exchange: Exchange) -> Ask:
     """What routing is asked about a request."""
     head = exchange.head
-    authorization: list[str] = []
-    headers: dict[str, str] = {}
-    for name, value in _READ.findall(head.lines):
-        text = value.rstrip(b" \t").decode("latin-1")
-        key = name.decode("ascii").lower()
-        if key == "authorization":
-            authorization.append(text)
-        else:
-            headers[key] = text
+    named = head.named
+    headers = {
+        name: named[key].rstrip(b" \t").decode("latin-1") for key, name in _HEADERS if key in named
+    }
+    authorization = tuple([value.decode("latin-1") for value in head.values(b"authorization")])
     return Ask(
         head.path,
-        tuple(authorization),
+        authorization,
         exchange.body,
         headers,
         method=head.method,

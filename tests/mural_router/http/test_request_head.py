@@ -171,7 +171,9 @@ def test_what_is_accepted_is_read_alike_by_others(head: bytes) -> None:
     request = connection.next_event()
     assert isinstance(request, h11.Request)
     assert (request.method.decode(), request.target.decode()) == (ours.method, target)
-    assert [(name, value) for name, value in request.headers] == list(ours.fields)
+    # h11 writes this one's value in lower case.
+    fields = [(n, v.lower() if n == b"transfer-encoding" else v) for n, v in ours.fields]
+    assert [(name, value) for name, value in request.headers] == fields
     data = b""
     while isinstance(event := connection.next_event(), h11.Data):
         data += bytes(event.data)
