@@ -1,4 +1,4 @@
-"""Write the reference pages that follow from the code: flags, settings, metrics, error codes.
+"""Write the reference pages that follow from the code: flags, settings, metrics, errors, CRDs.
 
 ``python docs/generate_reference.py`` writes them, ``--check`` fails (exit status 1) if one of them
 no longer says what the code does.
@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
+import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from mural_resolvers import errors
@@ -55,6 +56,7 @@ from mural_server.engine.messages import AdapterInfo, EngineStats
 
 ERROR_MODULES = {errors.__name__, api_errors.__name__, AlreadyLoaded.__module__}
 REFERENCE = Path(__file__).resolve().parent / "reference"
+Schema = Mapping[str, Any]
 NOTE = "<!-- Written by docs/generate_reference.py; change the code instead. -->\n"
 
 
@@ -76,6 +78,7 @@ def pages() -> Iterator[tuple[str, str]]:
         "metrics.md": metrics_page,
         "errors.md": errors_page,
         "router.md": router_page,
+        "custom-resources.md": custom_resources_page,
     }
     for name, write in writers.items():
         yield name, write()
@@ -426,6 +429,123 @@ def _subclasses(kind: type[MuralError]) -> Iterator[type[MuralError]]:
 
 
 # Markdown
+
+
+# Custom resources
+
+
+CRDS = Path(__file__).resolve().parents[1] / "charts/mural/crds"
+KINDS = ("adapters", "adapteraliases", "servingpools", "tenants")
+
+CUSTOM_RESOURCES = """\
+# Custom resources
+
+Of the group `mural.dev`, version `v1alpha1`, as `charts/mural/crds` declares them; `kubectl \
+explain adapter.spec` says the same. Pools and tenants live in the operator's namespace, adapters \
+and aliases in every namespace that their `Tenant` lists. `kubectl get mural` shows all four.
+
+A field that is not listed here is refused by name. A bound or a rule that is broken is told with \
+the field's path. What stands in a status is the operator's alone: [Condition \
+reasons](conditions.md) says what each reason asks for.
+"""
+
+
+def custom_resources_page() -> str:
+    """The fields of each kind, from its schema."""
+    parts = [NOTE, CUSTOM_RESOURCES]
+    for plural in KINDS:
+        spec = yaml.safe_load((CRDS / f"{plural}.yaml").read_text(encoding="utf-8"))["spec"]
+        (version,) = spec["versions"]
+        schema = version["schema"]["openAPIV3Schema"]
+        fields, names = schema["properties"], spec["names"]
+        head = ("Field", "Type", "Default", "Meaning")
+        parts += [
+            f"## {names['kind']}\n",
+            f"{schema['description']} `kubectl get {names['shortNames'][0]}` shows "
+            f"{_columns(version['additionalPrinterColumns'])}.\n",
+            _table(head, _schema_rows(fields["spec"], "spec")),
+            _rules(schema),
+            "Its status:\n",
+            _table(head[:2] + head[3:], _status_rows(fields["status"])),
+        ]
+    return "\n".join(parts)
+
+
+def _columns(columns: Iterable[Schema]) -> str:
+    plain, wide = (
+        ", ".join(f"`{each['name']}`" for each in columns if bool(each.get("priority")) is more)
+        for more in (False, True)
+    )
+    return f"{plain}, and with `-o wide` {wide}" if wide else plain
+
+
+def _schema_rows(schema: Schema, path: str) -> Iterator[tuple[str, str, str, str]]:
+    """One row for each field below, those of lists' items as ``field[].name``."""
+    required = schema.get("required", ())
+    for name, field in schema.get("properties", {}).items():
+        here = f"{path}.{name}"
+        default = "required" if name in required else _schema_default(field)
+        meaning = f"{field['description']}{_pattern(field)}"
+        yield f"`{here}`", _schema_type(field), default, _cell(meaning)
+        items = field.get("items")
+        yield from _schema_rows(items or field, f"{here}[]" if items else here)
+
+
+def _status_rows(schema: Schema) -> Iterator[tuple[str, str, str]]:
+    for field, kind, _, meaning in _schema_rows(schema, "status"):
+        if not field.startswith("`status.conditions[]"):
+            yield field, kind, meaning
+
+
+def _schema_default(field: Schema) -> str:
+    default = field.get("default")
+    if default is None or default == {}:
+        return ""
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _schema_type(field: Schema) -> str:
+    if "enum" in field:
+        return ", ".join(f"`{value}`" for value in field["enum"])
+    if field.get("x-kubernetes-int-or-string"):
+        return "integer or string"
+    kind = field["type"]
+    if kind == "array":
+        inner = _schema_type(field["items"])
+        most = f", at most {field['maxItems']}" if "maxItems" in field else ""
+        return f"list of {inner}s{most}" if inner in ("string", "object") else f"list{most}"
+    if kind == "object":
+        return "map of strings" if "additionalProperties" in field else "object"
+    if field.get("format") == "date-time":
+        return "time"
+    least, most = field.get("minimum"), field.get("maximum")
+    if least is None:
+        return str(kind)
+    above = f"above {least}" if field.get("exclusiveMinimum") else f"from {least}"
+    return f"{kind}, {above}{'' if most is None else f' to {most}'}"
+
+
+def _pattern(field: Schema) -> str:
+    pattern = field.get("pattern") or field.get("items", {}).get("pattern")
+    # A pipe inside a code span of a table cannot be escaped.
+    return f" Matches `{pattern}`." if pattern and "|" not in pattern else ""
+
+
+def _rules(schema: Schema) -> str:
+    """The sentences of the schema's rules, each once."""
+    found = dict.fromkeys(_messages(schema))
+    if not found:
+        return ""
+    return "Refused with a sentence:\n\n" + "".join(f"- {message}\n" for message in found)
+
+
+def _messages(schema: Schema) -> Iterator[str]:
+    for rule in schema.get("x-kubernetes-validations", ()):
+        yield rule["message"].replace("*", "\\*")
+    for field in schema.get("properties", {}).values():
+        yield from _messages(field)
+    if "items" in schema:
+        yield from _messages(schema["items"])
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
