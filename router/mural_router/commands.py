@@ -39,6 +39,7 @@ PLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "ssl_certfile": ("http", "tls", "certfile"),
     "ssl_keyfile": ("http", "tls", "keyfile"),
     "replica_ca_file": ("http", "tls", "replica_ca_file"),
+    "replica_server_name": ("http", "tls", "replica_server_name"),
     "replica_certfile": ("http", "tls", "replica_certfile"),
     "replica_keyfile": ("http", "tls", "replica_keyfile"),
     "admin_host": ("admin_host",),
@@ -109,6 +110,8 @@ def flag_settings(given: Mapping[str, object]) -> dict[str, object]:
             inner = below
         inner[place[-1]] = given[flag]
     if given.get("all_namespaces"):
+        if "watch_namespaces" in found:
+            raise InvalidInput("--all-namespaces and --watch-namespace exclude each other.")
         found["watch_namespaces"] = ["*"]
     if given.get("no_admin"):
         found["admin_port"] = None
@@ -206,6 +209,12 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
         help="holds the key of vLLM pods (or MURAL_VLLM_API_KEY)",
     )
     group.add_argument("--replica-ca-file", metavar="FILE", help="signs replicas' certificates")
+    group.add_argument(
+        "--replica-server-name",
+        metavar="NAME",
+        help="which replicas' certificates are for, where replicas are reached by address "
+        "(default: the address)",
+    )
     group.add_argument("--replica-certfile", metavar="FILE", help="is shown to replicas (mTLS)")
     group.add_argument("--replica-keyfile", metavar="FILE", help="and its key")
 

@@ -45,7 +45,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "operator": {"allNamespaces": True},
         "redis": {"mode": "external", "external": {"existingSecret": "redis"}},
-        "server": {"autoscaling": {"kind": "keda"}, "cache": {"type": "pvc"}},
+        "server": {
+            "autoscaling": {"kind": "keda"},
+            "cache": {"type": "pvc"},
+            "tls": {"existingSecret": "servers-certificate"},
+        },
+        "monitoring": MONITORING,
     },
     "namespaces": {
         "operator": {"watchNamespaces": ["team-a", "team-b"]},

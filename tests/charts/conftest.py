@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -48,10 +49,16 @@ def render(
 ) -> Callable[..., chart.Rendered]:
     """Render the chart as the release ``mural`` in the namespace ``mural``."""
 
+    kept: dict[str, chart.Rendered] = {}
+
     def rendered(
-        *, preset: str | None = None, values: dict[str, object] | None = None
+        *, preset: str | None = None, values: dict[str, object] | None = None, anew: bool = False
     ) -> chart.Rendered:
-        return chart.render(helm, preset=preset, values=values)
+        """Once for the same values, unless it is wanted anew."""
+        key = json.dumps([preset, values])
+        if anew or key not in kept:
+            kept[key] = chart.render(helm, preset=preset, values=values)
+        return kept[key]
 
     return rendered
 

@@ -32,7 +32,7 @@ def test_tokens_are_made_anew_at_each_install(render: Callable[..., Rendered]) -
     first, second = (
         {
             each["metadata"]["name"]: each["data"]
-            for each in render().of("Secret")
+            for each in render(anew=True).of("Secret")
             if each.get("data")
         }
         for _ in range(2)

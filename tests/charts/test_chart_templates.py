@@ -98,6 +98,9 @@ def test_the_routers_settings_are_ones_that_it_takes(case: Rendered, tmp_path: P
     settings = router_settings(case, tmp_path)
     engine = case.of("ServingPool")[0]["spec"]["engine"]
     suffix = ",engine=vllm" if engine == "vllm" else ""
+    if "controlTls" in case.of("ServingPool")[0]["spec"]:
+        suffix = ",tls=on"
+        assert settings.http.tls.replica_ca_file == "/run/secrets/mural-servers/ca.crt"
     assert settings.replicas == (f"kubernetes://mural-server{suffix}",)
     assert settings.http.host == settings.admin_host == "0.0.0.0"
 
@@ -350,6 +353,26 @@ def test_changed_sources_start_the_servers_anew(render: Callable[..., Rendered])
     source = {"resolvers": [{"type": "s3", "bucket": "adapters"}]}
     assert mark({}) == mark({"router": {"replicas": 3}})
     assert mark({}) != mark({"sources": source})
+
+
+def test_tls_between_components_is_one_name_and_one_authority_everywhere(
+    render: Callable[..., Rendered], tmp_path: Path
+) -> None:
+    rendered = render(values=VARIANTS["gateway"])
+    args = rendered.args("StatefulSet", "mural-server")
+    assert "--ssl-certfile=/run/secrets/mural-tls/tls.crt" in args
+    (pool,) = rendered.of("ServingPool")
+    name = pool["spec"]["controlTls"]["serverName"]
+    assert name == "mural-server.mural.svc"
+    assert router_settings(rendered, tmp_path).http.tls.replica_server_name == name
+    stateful = rendered.one("StatefulSet", "mural-server")
+    (container,) = stateful["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    router = rendered.one("Deployment", "mural-router")["spec"]["template"]["spec"]
+    (mounted,) = (each for each in router["volumes"] if each["name"] == "servers")
+    # The servers' key is theirs alone.
+    assert [each["key"] for each in mounted["secret"]["items"]] == ["ca.crt"]
 
 
 def test_a_digest_pins_an_image_behind_a_registry(render: Callable[..., Rendered]) -> None:

@@ -188,6 +188,13 @@ def test_a_typo_is_refused_with_its_name(
             },
             "set router.auth: keys",
         ),
+        (
+            {
+                "server": {"tls": {"existingSecret": "a"}},
+                "gateway": {"enabled": True, "via": "picker", "parentRefs": [{"name": "a"}]},
+            },
+            "or set gateway.via: router",
+        ),
         ({"operator": {"enabled": False}}, "router.keysSecret"),
         ({"router": {"keysSecret": "a"}}, "leave router.keysSecret empty"),
         ({"server": {"serviceAccount": {"create": False}}}, "server.serviceAccount.name"),
@@ -203,6 +210,7 @@ def test_what_cannot_work_is_refused_with_a_sentence_that_says_what_to_change(
     ("values", "sentence"),
     [
         ({"uploads": {"enabled": True, "store": "s3://a"}}, "vLLM takes no uploads"),
+        ({"server": {"tls": {"existingSecret": "a"}}}, "server.tls is of Mural's engine"),
         ({"server": {"kvCacheMemoryBytes": "4Gi"}}, "server.kvCacheMemoryBytes is of Mural's"),
         ({"server": {"cpuThreads": 4}}, "server.cpuThreads is of Mural's engine"),
         ({"server": {"lora": {"targetModules": ["q_proj"]}}}, "targetModules is of Mural's"),

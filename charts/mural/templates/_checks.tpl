@@ -15,6 +15,9 @@
 {{- if not $v.sources.resolvers -}}
 {{- fail "engine: vllm needs sources.resolvers: adapters come to vLLM through Mural's plug-in alone." -}}
 {{- end -}}
+{{- if $v.server.tls.existingSecret -}}
+{{- fail "server.tls is of Mural's engine: the operator speaks plain HTTP with vLLM pods; leave server.tls.existingSecret empty." -}}
+{{- end -}}
 {{- if $v.uploads.enabled -}}
 {{- fail "uploads.enabled is set, but vLLM takes no uploads: set engine: mural, or let tenants publish with `mural adapters push`." -}}
 {{- end -}}
@@ -49,6 +52,9 @@
 {{- end -}}
 {{- if and (ne $v.redis.mode "external") $v.redis.external.existingSecret -}}
 {{- fail (printf "redis.external.existingSecret is set, but redis.mode is %s: set redis.mode: external." $v.redis.mode) -}}
+{{- end -}}
+{{- if and $v.gateway.enabled (eq $v.gateway.via "picker") $v.server.tls.existingSecret -}}
+{{- fail "gateway.via is picker, but gateways reach the pods of an InferencePool in plain HTTP: leave server.tls.existingSecret empty, or set gateway.via: router." -}}
 {{- end -}}
 {{- if and $v.gateway.enabled (not $v.gateway.parentRefs) -}}
 {{- fail "gateway.enabled needs gateway.parentRefs: which Gateway shall carry the route." -}}

@@ -66,6 +66,11 @@ mural.dev/pool: {{ include "mural.poolName" . }}
 {{- default (printf "%s-control-token" (include "mural.fullname" .)) .Values.tokens.controlSecret -}}
 {{- end -}}
 
+{{/* What the servers' certificate is for. */}}
+{{- define "mural.serverName" -}}
+{{- default (printf "%s-server.%s.svc" (include "mural.fullname" .) .Release.Namespace) .Values.server.tls.serverName -}}
+{{- end -}}
+
 {{- define "mural.vllmKeySecret" -}}
 {{- default (printf "%s-vllm-key" (include "mural.fullname" .)) .Values.server.vllm.existingSecret -}}
 {{- end -}}

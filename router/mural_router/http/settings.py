@@ -15,6 +15,8 @@ class TlsSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     keyfile: str | None = None
     replica_ca_file: str | None = None
     """Authorities that sign replicas' certificates; None: the system's."""
+    replica_server_name: str | None = None
+    """What replicas' certificates are for, where these are reached by address; None: their host."""
     replica_certfile: str | None = None
     """What replicas are shown (mTLS)."""
     replica_keyfile: str | None = None

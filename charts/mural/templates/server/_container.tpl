@@ -3,6 +3,7 @@
 {{- define "mural.serverContainer" -}}
 {{- $server := .Values.server -}}
 {{- $lora := $server.lora -}}
+{{- $scheme := ternary ", scheme: HTTPS" "" (not (empty $server.tls.existingSecret)) -}}
 args:
   - serve
   {{- with .Values.model.path }}
@@ -19,6 +20,10 @@ args:
   - --control-host={{ .Values.listenAddress }}
   - --control-port=8001
   - --control-token-file=/run/secrets/mural/control-token
+  {{- if $server.tls.existingSecret }}
+  - --ssl-certfile=/run/secrets/mural-tls/tls.crt
+  - --ssl-keyfile=/run/secrets/mural-tls/tls.key
+  {{- end }}
   - --auth=router
   - --router-token-file=/run/secrets/mural/router-token
   - --dtype={{ $server.dtype }}
@@ -73,17 +78,17 @@ ports:
   - {name: http, containerPort: 8000}
   - {name: control, containerPort: 8001}
 startupProbe:
-  httpGet: {path: /health, port: control}
+  httpGet: {path: /health, port: control{{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: {{ div (add $server.startupSeconds 4) 5 }}
 readinessProbe:
-  httpGet: {path: /ready, port: control}
+  httpGet: {path: /ready, port: control{{ $scheme }}}
   periodSeconds: 2
   timeoutSeconds: 2
   failureThreshold: 2
 livenessProbe:
-  httpGet: {path: /health, port: control}
+  httpGet: {path: /health, port: control{{ $scheme }}}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
