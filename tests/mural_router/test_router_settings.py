@@ -116,6 +116,8 @@ def test_all_namespaces_are_a_flag():
     }
     two = ["--watch-namespace", "a", "--watch-namespace", "b"]
     assert flag_settings(vars(parser.parse_args(two))) == {"watch_namespaces": ["a", "b"]}
+    with pytest.raises(InvalidInput, match="exclude each other"):
+        flag_settings(vars(parser.parse_args([*two, "--all-namespaces"])))
 
 
 def test_with_objects_keys_are_asked_for(tmp_path):
