@@ -6,6 +6,7 @@ Nothing heavy is imported before `run`, so that ``mural --help`` answers at once
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -79,6 +80,8 @@ def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
     if settings.all_namespaces and settings.watch_namespaces:
         raise InvalidInput("--all-namespaces and --watch-namespace exclude each other.")
     log_to_stderr(settings.log_level)
+    # A line for every request is nobody's log.
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_operator(settings))
 

@@ -177,10 +177,8 @@ class Operated:
         first = len(self.servers)
         return [await self.pod(f"server-{first + at}", **more) for at in range(number)]
 
-    async def pod(
-        self, name: str, *, labels: dict[str, str] | None = None, **more: Any
-    ) -> SimulatedServer:
-        """A pod that runs and is ready, and the server in it."""
+    async def pod(self, name: str, *, ready: bool = True, **more: Any) -> SimulatedServer:
+        """A pod that runs, and the server in it."""
         server = SimulatedServer(
             host=f"127.0.1.{len(self.servers) + 1}",
             port=self.port,
@@ -189,15 +187,14 @@ class Operated:
         )
         await self._held.enter_async_context(server)
         self.servers[name] = server
-        await self.make_pod(name, server.host, labels or LABELS)
+        await self._make_pod(name, server.host, ready=ready)
         return server
 
-    async def make_pod(self, name: str, address: str, labels: dict[str, str]) -> None:
-        """The object alone."""
+    async def _make_pod(self, name: str, address: str, *, ready: bool) -> None:
         pod = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": {"name": name, "labels": labels},
+            "metadata": {"name": name, "labels": LABELS},
             "spec": {
                 "schedulerName": "nobody",
                 "terminationGracePeriodSeconds": 0,
@@ -205,7 +202,7 @@ class Operated:
             },
         }
         await self.client.create(PODS.of(self.namespace), pod)
-        await self.set_ready(name, address=address)
+        await self.set_ready(name, ready=ready, address=address)
 
     async def set_ready(self, name: str, *, ready: bool = True, address: str = "") -> None:
         """What the kubelet would say of it."""

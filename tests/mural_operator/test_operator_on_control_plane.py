@@ -15,7 +15,7 @@ import pytest
 from operated import Operated, condition, operated
 from simulated_server import Knobs, Refusal
 
-from mural_resolvers.kubernetes.paths import LEASES, SECRETS
+from mural_resolvers.kubernetes.paths import ADAPTERS, LEASES, SECRETS
 from mural_server.protocol import Load
 
 pytestmark = pytest.mark.cluster
@@ -210,6 +210,86 @@ async def test_a_pod_that_restarts_during_a_load_gets_it_from_the_beginning(kube
         server.knobs.load_delay_s = 0.0
         await server.restart()
         await kube.ready("v1")
+
+
+async def test_a_new_pod_has_its_adapters_before_it_is_ready(kube):
+    await kube.pods(1)
+    await kube.pool()
+    async with kube.operator():
+        await kube.adapter("v1", placement={"replicas": "All"})
+        await kube.ready("v1")
+        new = await kube.pod("new", knobs=Knobs(await_declared=True, load_delay_s=0.5), ready=False)
+        assert not new.ready
+        await new.until(lambda one: one.ready)
+        assert "acme:v1" in new.resident
+        await kube.set_ready("new")
+        await kube.adapters.until(lambda found: found["v1"]["status"]["ready"] == "2/2")
+
+
+async def test_a_pod_that_two_pools_select_is_the_older_one_s_alone(kube):
+    [server] = await kube.pods(1)
+    await kube.pool("pool")
+    await kube.pools.until(lambda found: "pool" in found)
+    async with kube.operator():
+        await kube.adapter("v1")
+        await kube.ready("v1")
+        await kube.pool("zwei")
+        await kube.adapter("v2", pool="zwei")
+        found = await kube.pools.until(
+            lambda found: found.get("zwei", {}).get("status", {}).get("reason")
+        )
+        assert found["zwei"]["status"]["reason"] == "NoPods"
+        assert server.declared == ("acme:v1",)
+
+
+async def test_a_namespace_that_no_tenant_lists_may_declare_nothing(kube):
+    [server] = await kube.pods(1)
+    await kube.pool()
+    await kube.tenant(namespaces=["elsewhere"])
+    async with kube.operator():
+        await kube.adapter("v1")
+        await kube.adapters.until(
+            lambda found: found.get("v1", {}).get("status", {}).get("reason") == "NotAllowed"
+        )
+        assert server.adapters == {}
+        await kube.tenant()
+        await kube.ready("v1")
+        await kube.tenant(namespaces=["elsewhere"])
+        await server.until(lambda one: one.adapters == {})
+
+
+async def test_another_object_for_the_same_version_is_told_that_it_conflicts(kube):
+    [server] = await kube.pods(1)
+    await kube.pool()
+    async with kube.operator():
+        await kube.adapter("v1")
+        await kube.ready("v1")
+        await kube.adapter("younger", version="v1")
+        await kube.adapters.until(
+            lambda found: condition(found.get("younger", {}), "Conflict")["status"] == "True"
+        )
+        # The older one goes, and what it had loaded is the younger one's.
+        await kube.delete("Adapter", "v1")
+        await kube.ready("younger")
+        assert server.count("remove") == 0
+
+
+async def test_what_is_declared_on_a_pod_and_in_no_object_is_taken_away(kube):
+    [server] = await kube.pods(1)
+    await kube.pool()
+    async with kube.operator():
+        await kube.adapter("v1")
+        await kube.ready("v1")
+    # The object goes while nobody looks.
+    await kube.apply("Adapter", "v1", {"pool": "pool", "tenant": "acme", "version": "v1"})
+    await kube.client.patch(
+        ADAPTERS.named(kube.namespace, "v1"), {"metadata": {"finalizers": None}}
+    )
+    await kube.delete("Adapter", "v1")
+    await kube.adapters.until(lambda found: "v1" not in found)
+    assert "acme:v1" in server.resident
+    async with kube.operator():
+        await server.until(lambda one: one.adapters == {} and one.declared == ())
 
 
 async def test_vllm_pods_are_warmed_and_what_they_cannot_tell_is_unknown(kube):
