@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install native demo test test-full test-stores test-cluster test-vllm test-peers lint format types imports check adapters bench docs clean
+.PHONY: help install native demo test test-full test-stores test-cluster cluster-test test-vllm test-peers lint format types imports check adapters bench docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ test-stores: $(STAMP) ## Run the resolvers against real S3 servers and a fault p
 test-cluster: $(STAMP) ## Run discovery against a real Kubernetes API server (builds it where MURAL_CLUSTER_DIR says: needs Go)
 	@if [ -x "$$MURAL_CLUSTER_DIR/build" ]; then "$$MURAL_CLUSTER_DIR/build" control-plane; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --timeout=300
+
+cluster-test: $(STAMP) ## Go through the chart's life on the cluster of KUBECONFIG (says how to get one)
+	@if [ -z "$$KUBECONFIG" ]; then cat tests/cluster/README.md; exit 2; fi
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/cluster -m cluster_node -v --timeout=1200
 
 VLLM_VENV := $(or $(MURAL_VLLM_VENV),$(HOME)/.cache/mural-vllm-venv)
 
