@@ -48,6 +48,7 @@ class Replica:
     port: int = 0
     heads: list[dict[str, str]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
+    status: bytes = b"200 OK"
     hold: asyncio.Event | None = None
     """A stream waits for it after its first event."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -78,7 +79,7 @@ class Replica:
                 {"received": len(body), "usage": {"prompt_tokens": 5, "completion_tokens": 2}},
                 separators=(",", ":"),
             ).encode()
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+            head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n" % self.status
             writer.write(head + b"content-length: %d\r\n\r\n" % len(answer) + answer)
             await writer.drain()
 
@@ -350,6 +351,23 @@ async def test_a_refusal_reaches_the_client_as_it_is(
     assert answer.headers["retry-after"] in ("7", "3")
     assert answer.headers["content-type"] == "application/json"
     assert not any(replica.bodies for replica in envoy.replicas)
+
+
+async def test_a_replica_that_does_not_know_the_router_is_told_as_a_failed_one(
+    envoy: Setup, routing
+) -> None:
+    for replica in envoy.replicas:
+        replica.status = b"401 Unauthorized"
+    answer = await envoy.post(BODY)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "replica_failed"
+    assert answer.headers["x-request-id"] == "r-1"
+    assert "received" not in answer.text
+    outcome = await routing.outcome()
+    assert (outcome.status, outcome.replica_failed) == (502, False)
+    for replica in envoy.replicas:
+        replica.status = b"200 OK"
+    assert (await envoy.post(BODY)).status_code == 200, "and Envoy goes on"
 
 
 async def test_a_request_waits_for_capacity_longer_than_envoy_s_default(
