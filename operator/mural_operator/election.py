@@ -219,13 +219,14 @@ class Election:
             await self._end(task)
 
     async def _end(self, task: asyncio.Future[None]) -> None:
-        """Cancel the work and wait for it."""
+        """Cancel the work and wait for it: at a graceful end while the Lease is sure, too."""
         task.cancel()
+        most_s = max(self._deadline - self._clock.now(), 0.0) + self._timing.stop_s
         with suppress(TimeoutError):
-            async with self._clock.timeout(self._timing.stop_s):
+            async with self._clock.timeout(most_s):
                 await asyncio.wait({task})
         if not task.done():
-            raise WorkGoesOn(f"the work has not ended {self._timing.stop_s:g} s after it had to")
+            raise WorkGoesOn(f"the work has not ended {most_s:.1f} s after it was told to")
         self._idle.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error

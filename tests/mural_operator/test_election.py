@@ -350,6 +350,31 @@ def test_who_ends_gracefully_is_followed_at_the_next_look() -> None:
     in_virtual_time(main())
 
 
+def test_work_that_takes_some_seconds_to_end_ends_before_the_lease_is_given_back() -> None:
+    async def main() -> None:
+        api = Api()
+        election = Election(Line(api), name="mural", namespace="prod", identity="me")
+        held: list[str] = []
+
+        async def tidy() -> None:
+            try:
+                await asyncio.sleep(3600)
+            finally:
+                await asyncio.sleep(3)
+                held.append(api.holder)
+
+        run = asyncio.create_task(election.run())
+        lead = asyncio.create_task(election.lead(tidy))
+        await asyncio.sleep(5)
+        for task in (lead, run):
+            task.cancel()
+            await asyncio.wait({task})
+        assert held == ["me"]
+        assert api.holder == ""
+
+    in_virtual_time(main())
+
+
 def test_the_lease_is_not_given_back_while_the_work_goes_on() -> None:
     async def main() -> None:
         api = Api()
