@@ -19,6 +19,7 @@ from typing import Any, cast, get_args
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from mural_operator.metrics import Metrics as OperatorMetrics
 from mural_resolvers import errors
 from mural_resolvers.audit import AuditLog, AuditNumbers
 from mural_resolvers.commands.adapters import adapters
@@ -370,13 +371,7 @@ def metrics_page() -> str:
     metrics.error(404)
     metrics.traffic.add("acme:v1", 1)
     metrics.adapter_tokens.add("acme:v1", 1, 1)
-    rows = []
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
-        if not family.name.endswith("_created"):
-            labels = sorted({label for sample in family.samples for label in sample.labels})
-            shown = ", ".join(f"`{label}`" for label in labels if label != "le")
-            name = f"{family.name}_total" if family.type == "counter" else family.name
-            rows.append((f"`{name}`", family.type, shown, _cell(family.documentation)))
+    rows = _family_rows(metrics.exposition())
     intro = (
         "`GET /metrics` on the server's port, in Prometheus' text format, without a key. Names "
         "that begin with `vllm:` are those that gateways and dashboards read from vLLM; `level` is "
@@ -387,8 +382,44 @@ def metrics_page() -> str:
         "The per-adapter counters have a label for the busiest `--metrics-adapters` names; the "
         "rest is counted under `other`, so that the number of series is bounded.\n"
     )
-    table = _table(("Name", "Type", "Labels", "Meaning"), rows)
-    return "\n".join([NOTE, "# Metrics\n", intro, table, adapters])
+    operator = (
+        "## The operator\n\n`GET /metrics` on its admin port, beside `process_*`. Labels are "
+        "bounded: by the pools, or by lists in the code. The router's stand on [its own "
+        "page](router.md).\n"
+    )
+    head = ("Name", "Type", "Labels", "Meaning")
+    tables = [intro, _table(head, rows), adapters, operator, _table(head, _operator_rows())]
+    return "\n".join([NOTE, "# Metrics\n", *tables])
+
+
+def _family_rows(exposition: bytes) -> list[tuple[str, ...]]:
+    rows = []
+    for family in text_string_to_metric_families(exposition.decode()):
+        if not family.name.endswith("_created") and not family.name.startswith("process_"):
+            labels = sorted({label for sample in family.samples for label in sample.labels})
+            shown = ", ".join(f"`{label}`" for label in labels if label != "le")
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            rows.append((f"`{name}`", family.type, shown, _cell(family.documentation)))
+    return rows
+
+
+class _Watch:
+    synced = fresh = True
+
+
+def _operator_rows() -> list[tuple[str, ...]]:
+    """The families of a scrape in which every series is there."""
+    metrics = OperatorMetrics(
+        watches=lambda: {"adapters": _Watch()},
+        calls=lambda: {"get": 1},
+        leading=lambda: True,
+        adapters=lambda: {("Ready", "True"): 1},
+    )
+    metrics.reconciled("pool", 0.0)
+    metrics.acted("Load", 0.0, refused=404)
+    metrics.wrote_status("Adapter", "ok")
+    metrics.recorded("Normal")
+    return _family_rows(metrics.exposition())
 
 
 # Errors
