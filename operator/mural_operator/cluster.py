@@ -36,7 +36,7 @@ from mural_resolvers.kubernetes.paths import (
 from mural_resolvers.kubernetes.tenants import namespaces_of
 from mural_resolvers.kubernetes.watch import Watch, from_json
 
-__all__ = ["Cluster", "KubePod", "Unreadable", "Wakes", "read_pod"]
+__all__ = ["Cluster", "KubePod", "Unreadable", "Wakes", "read_adapter_or_not", "read_pod"]
 
 ENDED: Final = frozenset({"Succeeded", "Failed"})
 
@@ -101,7 +101,7 @@ class Cluster:
         self.namespaces: Mapping[str, frozenset[str]] = {}
         """By tenant, those that may declare its adapters and aliases."""
         self._adapters = [
-            Watch(client, path, _decode_adapter, what=f"adapters{where}")
+            Watch(client, path, read_adapter_or_not, what=f"adapters{where}")
             for path, where in _paths(ADAPTERS, watched)
         ]
         self._aliases = [
@@ -365,7 +365,8 @@ class _Meta(msgspec.Struct):
     metadata: ObjectMeta
 
 
-def _decode_adapter(data: bytes) -> Adapter | Unreadable:
+def read_adapter_or_not(data: bytes) -> Adapter | Unreadable:
+    """Read an Adapter's JSON; raise ValueError where not even its metadata can be read."""
     fields: object = msgspec.json.decode(data)
     try:
         return read_adapter(fields)

@@ -88,7 +88,7 @@ class Statuses:
             told.write, rest_s = told.write or write, RETRY_S
         except Exception:
             log.exception("the status of %s cannot be written", key)
-            rest_s = RETRY_S
+            told.write, rest_s = told.write or write, RETRY_S
         asyncio.get_running_loop().call_later(rest_s, self._rested, key, told)
 
     def _rested(self, key: str, told: _Told) -> None:
