@@ -480,8 +480,12 @@ class SimulatedServer:
 
     def _load(self, name: str, level: Literal["host", "slot"], pinned: bool) -> AdapterStatus:
         was = self._status(name)
+        held = sum(one.pinned for one in self.adapters.values())
+        if pinned and not was.pinned and held + 1 >= self.slots:
+            raise _Refused(503, f"{held} of {self.slots} slots are pinned already.", 5)
         self._make_room(name)
-        level = "slot" if was.level == "slot" else level
+        # A pin keeps it in a slot; of the slots one is always left to the others.
+        level = "slot" if pinned or was.level == "slot" else level
         loaded = msgspec.structs.replace(was, level=level, pinned=pinned)
         if name in self.knobs.phantoms:
             return loaded
@@ -495,15 +499,14 @@ class SimulatedServer:
         resident = self.resident
         if name in resident or len(resident) < self.capacity:
             return
-        victim = next((one for one in resident.values() if not one.pinned), None)
-        if victim is None:
-            raise _Refused(503, "The host memory for adapters holds pinned ones only.", 5)
+        victim = next(one for one in resident.values() if not one.pinned)
         self._put(msgspec.structs.replace(victim, level="disk"))
         self.adapters.move_to_end(victim.name, last=False)
 
     def _bound_slots(self) -> None:
         in_slots = [one for one in self.adapters.values() if one.level == "slot"]
-        for one in in_slots[: max(0, len(in_slots) - self.slots)]:
+        leaving = [one for one in in_slots if not one.pinned][: max(0, len(in_slots) - self.slots)]
+        for one in leaving:
             self._put(msgspec.structs.replace(one, level="host"))
 
     async def _remove(self, name: str) -> FreedAnswer:
