@@ -53,7 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "monitoring": MONITORING,
     },
     "namespaces": {
-        "operator": {"watchNamespaces": ["team-a", "team-b"]},
+        "operator": {"watchNamespaces": ["team-a", "team-b"], "secretNames": ["acme-key"]},
         "tenants": {"acme": {"namespaces": ["team-a"]}},
         "adapters": {"acme-v1": {"tenant": "acme", "version": "v1"}},
         "redis": {"mode": "none"},

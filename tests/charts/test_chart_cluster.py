@@ -110,13 +110,13 @@ ALLOWED = {
             for verb in ("list", "watch")
             for kind in ("tenants", "adapters", "adapteraliases")
         ),
-        ("get", "secrets/mural-router-keys"),
+        ("list", "secrets/mural-router-keys"),
         ("watch", "secrets/mural-router-keys"),
     ),
     "mural-operator": (
         *(
             (verb, f"{kind}.mural.dev")
-            for verb in ("list", "watch")
+            for verb in ("get", "list", "watch")
             for kind in ("tenants", "adapters", "adapteraliases", "servingpools")
         ),
         ("patch", "adapters.mural.dev"),

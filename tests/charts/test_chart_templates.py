@@ -246,6 +246,18 @@ def test_watched_namespaces_have_a_role_each(render: Callable[..., Rendered]) ->
         assert watched == ["mural", "team-a", "team-b"]
 
 
+def test_secrets_that_the_operator_may_read_can_be_named(
+    render: Callable[..., Rendered],
+) -> None:
+    rules = render(values=VARIANTS["namespaces"]).one("Role", "mural-operator")["rules"]
+    readable = [
+        rule.get("resourceNames")
+        for rule in rules
+        if rule["resources"] == ["secrets"] and "get" in rule["verbs"]
+    ]
+    assert readable == [["acme-key", "mural-router-keys", "mural-control-token"]]
+
+
 def test_every_pod_of_the_release_is_under_the_policy_that_allows_nothing(case: Rendered) -> None:
     if not case.of("NetworkPolicy"):
         # Values turn them off.

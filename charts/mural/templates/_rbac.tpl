@@ -22,28 +22,40 @@
   verbs: [list, watch]
 - apiGroups: [mural.dev]
   resources: [tenants]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 - apiGroups: [""]
   resources: [secrets]
   resourceNames: [{{ include "mural.routerKeysSecret" . }}]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 {{- end -}}
 
 {{/* A router in each namespace that is watched. */}}
 {{- define "mural.routerWatchRules" -}}
 - apiGroups: [mural.dev]
   resources: [adapters, adapteraliases]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
+{{- end -}}
+
+{{/* Secrets of the release that the operator reads. A JSON list. */}}
+{{- define "mural.ownSecrets" -}}
+{{- $tokens := ternary (list (include "mural.vllmKeySecret" .)) (list (include "mural.controlTokenSecret" .) .Values.server.tls.existingSecret) (eq .Values.engine "vllm") -}}
+{{- compact (concat (list (include "mural.routerKeysSecret" .)) $tokens) | toJson -}}
 {{- end -}}
 
 {{/* The operator in the release's namespace. */}}
 {{- define "mural.operatorRules" -}}
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 # Tenants' keys and pools' tokens are in Secrets that their objects name; none is listed.
 - apiGroups: [""]
   resources: [secrets]
+  {{- with .Values.operator.secretNames }}
+  resourceNames:
+    {{- range uniq (concat . (include "mural.ownSecrets" $ | fromJsonArray)) }}
+    - {{ . }}
+    {{- end }}
+  {{- end }}
   verbs: [get]
 - apiGroups: [""]
   resources: [secrets]

@@ -177,7 +177,7 @@ livenessProbe:
 lifecycle:
   preStop:
     # vLLM cuts at the signal what is in flight: it comes after the time that Mural's engine gives itself.
-    sleep: {seconds: {{ $server.shutdownGraceSeconds }}}
+    sleep: {seconds: {{ max 1 $server.shutdownGraceSeconds }}}
 {{- end -}}
 
 {{- define "mural.serverEnvFrom" -}}
