@@ -167,6 +167,10 @@ makes an API key, shows it once, and puts its record into the file or prints it 
 | `mural tenants revoke-key KEY_ID --file FILE` | takes a key out of the file |
 | `mural tenants list --file FILE [--json]` | shows the keys of a file |
 | `mural tenants check FILE` | says whether a server would take the file |
+| `mural chart apply-crds DIR` | applies custom resource definitions: the chart's hook before an \
+upgrade |
+| `mural chart release-adapters NAME [--watch-namespace NAME … \\| --all-namespaces]` | stops the \
+operator of a Deployment and takes its finalizer off Adapters: the hook before an uninstall |
 | `mural --version` | prints the version |
 """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import textwrap
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -215,7 +214,7 @@ async def test_an_upgrade_keeps_tokens_objects_and_what_the_operator_wrote(
 ) -> None:
     notes = await helm_there("install", "mural", str(CHART), "--wait", "--timeout", "60s")
     assert "rollout status statefulset/mural-server" in notes
-    block = textwrap.dedent(notes.partition("<<EOF\n")[2].partition("   EOF")[0])
+    block = notes.partition("<<EOF\n")[2].partition("\nEOF\n")[0]
     assert yaml.safe_load(block)["kind"] == "Tenant"
     adapter = {
         "apiVersion": "mural.dev/v1alpha1",
