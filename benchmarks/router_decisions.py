@@ -24,7 +24,7 @@ from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
 from mural_router.placement import Base, Fleet, PlacementPolicy, PlacementRequest, Replica, choose
 from mural_router.routing.access_log import AccessLog
-from mural_router.routing.ask import Ask, Outcome, Routed
+from mural_router.routing.ask import Ask, Outcome
 from mural_router.routing.breaker import Breakers, BreakerSettings
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator
@@ -146,7 +146,7 @@ class Bench:
 
     def whole(self, ask: Ask) -> None:
         routed = self.routing.route_now(ask)
-        assert isinstance(routed, Routed), "it should have had to wait for nothing"
+        assert not callable(routed), "it should have had to wait for nothing"
         routed.answered(200)
         routed.done(self.outcome)
 

@@ -46,7 +46,7 @@ class MinuteWindow:
             second = self._newest
         self._newest = second
         if not self._cells:
-            self._leaves_at = second + WINDOW_S + 1
+            self._leaves_at = float(second + WINDOW_S + 1)
         self._cells[second] = self._cells.get(second, 0) + amount
         self._total += amount
         return second
@@ -91,7 +91,7 @@ class MinuteWindow:
         while self._cells:
             oldest = next(iter(self._cells))
             # A cell holds what came during one second, so it is whole only a second later.
-            self._leaves_at = oldest + WINDOW_S + 1
+            self._leaves_at = float(oldest + WINDOW_S + 1)
             if now < self._leaves_at:
                 return
             self._total -= self._cells.pop(oldest)

@@ -49,8 +49,8 @@ class _State(Enum):
     CLOSED = auto()
 
 
-class ClientConnection(asyncio.Protocol, Watched):
-    """A client's connection. Slots are not used: the base of the transport's calls has none."""
+class ClientConnection(Watched):
+    """A client's connection: a protocol of asyncio's by its methods."""
 
     transport: asyncio.Transport
 
@@ -75,6 +75,7 @@ class ClientConnection(asyncio.Protocol, Watched):
         self._advancing = False
         self._head_begun = False
         self._lingered = 0
+        self.deadline = NEVER
         self.keep = True
 
     # -- the transport's calls --------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -44,22 +43,18 @@ def whole_answer(
     return sent if method == "HEAD" else sent + body
 
 
-class Reader(ABC):
+class Reader(Protocol):
     """Who answers an exchange, as far as the connection tells it what happens."""
 
-    @abstractmethod
     def gone(self) -> None:
         """The client went away, or was sent away, before its answer was complete."""
 
-    @abstractmethod
     def paused(self) -> None:
         """The client takes nothing more for now."""
 
-    @abstractmethod
     def resumed(self) -> None:
         """The client takes bytes again."""
 
-    @abstractmethod
     def end_now(self, error: MuralError) -> None:
         """The server stops: end the exchange at once, with this error where one can be told."""
 
@@ -81,10 +76,9 @@ class Plan(NamedTuple):
     """Answers, now or later. What it raises as a `MuralError` becomes the answer."""
 
 
-class Application(ABC):
+class Application(Protocol):
     """What is done with requests."""
 
-    @abstractmethod
     def plan(self, head: RequestHead) -> Plan:
         """Decide by the head. Raises a `MuralError` for a request that is refused by it."""
 

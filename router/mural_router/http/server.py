@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from typing import cast
 
 from mural_router.http.client import ClientConnection
 from mural_router.http.exchange import Application, Reader
@@ -53,7 +54,7 @@ class Server:
 
     def connection(self) -> asyncio.Protocol:
         """The protocol of a new connection."""
-        return ClientConnection(self)
+        return cast("asyncio.Protocol", ClientConnection(self))
 
     def admit(self, connection: ClientConnection) -> bool:
         self._connections.add(connection)

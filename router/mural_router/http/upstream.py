@@ -69,7 +69,7 @@ class Caller(ABC):
         """It takes more."""
 
 
-class ReplicaConnection(asyncio.Protocol, Watched):
+class ReplicaConnection(Watched):
     """One connection to a replica; it has one request at a time."""
 
     transport: asyncio.Transport
@@ -90,6 +90,7 @@ class ReplicaConnection(asyncio.Protocol, Watched):
         self._sending = False
         self._paused = False
         self._closed = False
+        self.deadline = NEVER
 
     # -- the caller's side ------------------------------------------------------------------------
 
@@ -290,8 +291,9 @@ class ReplicaPool:
         settings = self.settings
         try:
             async with asyncio.timeout(settings.connect_timeout_s):
-                _, connection = await self._loop.create_connection(
-                    lambda: ReplicaConnection(self, endpoint),
+                connection = ReplicaConnection(self, endpoint)
+                await self._loop.create_connection(
+                    lambda: cast("asyncio.Protocol", connection),
                     endpoint.host,
                     endpoint.port,
                     ssl=self._context() if endpoint.tls else None,

@@ -14,7 +14,8 @@ NEVER = math.inf
 class Watched(ABC):
     """Something with a deadline on its `Watch`'s clock."""
 
-    deadline: float = NEVER
+    deadline: float
+    """Set from the start on."""
 
     @abstractmethod
     def expired(self) -> None:

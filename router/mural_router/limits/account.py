@@ -52,7 +52,7 @@ def check_sequences(limits: TenantLimits, sequences: int) -> None:
         )
 
 
-@dataclass(slots=True)
+@dataclass
 class Account:
     """A tenant's requests and tokens of the last minute, and its sequences that are open.
 
@@ -120,7 +120,7 @@ def busiest(
     return tuple(nlargest(count, usages, key=lambda usage: (usage.tokens, usage.requests)))
 
 
-class _Uncounted(Hold):
+class _Uncounted:
     def settle(self, tokens: int) -> None:
         """Nothing is counted."""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tenants.limits import LimitKind
@@ -12,7 +13,7 @@ from mural_resolvers.tenants.limits import LimitKind
 __all__ = ["Hold", "Limiter", "LimitsSnapshot", "TenantUsage"]
 
 
-class Hold(ABC):
+class Hold(Protocol):
     """One request's hold on its tenant's account, from its admission to its end."""
 
     @abstractmethod
@@ -52,7 +53,7 @@ class LimitsSnapshot:
     """Those with most tokens first, cut."""
 
 
-class Limiter(ABC):
+class Limiter(Protocol):
     """Requests and tokens a minute and sequences at one time, per tenant."""
 
     @abstractmethod

@@ -10,14 +10,14 @@ from typing import Final
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tenants.limits import LimitKind
 from mural_router.limits.account import UNCOUNTED, Account, busiest, check_sequences, has_rates
-from mural_router.limits.limiter import Hold, Limiter, LimitsSnapshot
+from mural_router.limits.limiter import Hold, LimitsSnapshot
 
 __all__ = ["LocalLimiter"]
 
 MAX_ACCOUNTS: Final = 16_384
 
 
-class _LocalHold(Hold):
+class _LocalHold:
     __slots__ = ("_account", "_clock", "_estimated", "_second", "_sequences", "_settled")
 
     def __init__(
@@ -42,7 +42,7 @@ class _LocalHold(Hold):
         self._sequences = 0
 
 
-class LocalLimiter(Limiter):
+class LocalLimiter:
     """Counts in memory; forgotten when the process ends. For one event loop.
 
     ``clock`` gives seconds that never go back.

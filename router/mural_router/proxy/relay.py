@@ -111,7 +111,7 @@ class Relay(Caller, Reader):
         except Exception as error:
             self._refuse(error)
             return
-        if not isinstance(routed, Routed):
+        if callable(routed):
             self._task = self._loop.create_task(self._run(routed))
             return
         self._routed = routed

@@ -11,7 +11,7 @@ from typing import Final
 import msgspec
 
 from mural_resolvers.errors import MuralError, Unavailable
-from mural_router.http.exchange import Application, Exchange, Plan, Reader
+from mural_router.http.exchange import Exchange, Plan
 from mural_router.http.head import RequestHead
 from mural_router.http.server import Server
 from mural_router.http.settings import HttpSettings
@@ -45,7 +45,7 @@ async def start(settings: HttpSettings, routing: Routing, *, version: str) -> Pr
     return running
 
 
-class _LocalAnswer(Reader):
+class _LocalAnswer:
     """An answer that routing gives by itself, in a task that ends with its client."""
 
     def __init__(self, exchange: Exchange, ask: Ask, body: Awaitable[bytes]) -> None:
@@ -80,7 +80,7 @@ class _LocalAnswer(Reader):
         self._exchange.fail(error, self._fields)
 
 
-class _Running(Proxy, Application):
+class _Running(Proxy):
     def __init__(self, settings: HttpSettings, routing: Routing, version: str) -> None:
         self._settings = settings
         self._routing = routing

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -82,7 +82,7 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     (counts for its breaker); what `Routed.retry` was told of is counted already."""
 
 
-class Routed(ABC):
+class Routed(Protocol):
     """One admitted request and where it goes. `done` is called once, whatever happens."""
 
     endpoint: Endpoint
@@ -124,7 +124,7 @@ class Routed(ABC):
         """Settle limits, queues and counters, and write the access-log line."""
 
 
-class Routing(ABC):
+class Routing(Protocol):
     """Everything decided about a request: identity, rights, limits, version, replica."""
 
     @abstractmethod

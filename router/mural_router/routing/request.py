@@ -15,7 +15,7 @@ from mural_router.limits.limiter import Hold
 from mural_router.limits.queue import Turn
 from mural_router.placement import PlacementRequest
 from mural_router.routing.access_log import AccessLog, AccessRecord, for_log, now_text
-from mural_router.routing.ask import Outcome, Routed
+from mural_router.routing.ask import Outcome
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.retry import RetryBudget, may_ask_again
@@ -147,7 +147,7 @@ class Story(msgspec.Struct, eq=False):
         trace.end(status=outcome.status, error=outcome.error)
 
 
-class RoutedRequest(Routed):
+class RoutedRequest:
     """An admitted inference request, at one replica after another until one answers."""
 
     def __init__(
@@ -261,7 +261,7 @@ class RoutedRequest(Routed):
         self.answer_headers = tuple(answer)
 
 
-class Forwarded(Routed):
+class Forwarded:
     """A request about a tenant's own adapters: passed to one Mural server, or the next."""
 
     def __init__(self, endpoints: Sequence[Endpoint], identity: Identity, story: Story) -> None:
@@ -298,7 +298,7 @@ class Forwarded(Routed):
         story.attempts += 1
         request_id = ("x-request-id", story.request_id)
         self.request_headers = (*self._identity(endpoint), request_id, *story.passed_on)
-        self.answer_headers = (request_id, ("x-mural-replica", endpoint.name))
+        self.answer_headers: Headers = (request_id, ("x-mural-replica", endpoint.name))
 
 
 def _rounded(seconds: float | None) -> float | None:

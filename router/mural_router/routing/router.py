@@ -19,7 +19,7 @@ from mural_router.limits.limiter import Hold, Limiter
 from mural_router.limits.queue import FairQueue, Turn
 from mural_router.placement import PlacementRequest, order
 from mural_router.routing.access_log import AccessLog, for_log
-from mural_router.routing.ask import Ask, Routed, Routing
+from mural_router.routing.ask import Ask, Routed
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator, tenant_salt, upstream_identity
 from mural_router.routing.inspect_body import Inspected, inspect_body
@@ -38,7 +38,7 @@ COUNTED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Where tokens are generated; the other paths use none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RoutingOptions:
     """What may change while requests are on their way.
 
@@ -66,7 +66,7 @@ class _Asked(NamedTuple):
     """What its client gave for it to meet with others."""
 
 
-class FleetRouting(Routing):
+class FleetRouting:
     """Routing over a fleet. For one event loop; what it is given is closed by its owner."""
 
     def __init__(
@@ -103,7 +103,7 @@ class FleetRouting(Routing):
 
     async def route(self, ask: Ask) -> Routed:
         routed = self.route_now(ask)
-        return routed if isinstance(routed, Routed) else await routed()
+        return await routed() if callable(routed) else routed
 
     def route_now(self, ask: Ask) -> Routed | Callable[[], Awaitable[Routed]]:
         story = self._begin(ask)

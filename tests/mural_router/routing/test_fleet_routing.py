@@ -565,7 +565,7 @@ async def test_a_request_that_waits_for_nothing_is_routed_without_a_turn_of_the_
     ask = Ask("/v1/completions", ("Bearer acme",), body)
     made.routing._targets = Targets(Versions(None))
     routed = made.routing.route_now(ask)
-    assert isinstance(routed, Routed)
+    assert not callable(routed)
     done(routed)
     assert made.dispatch.ledger.loads.total == 0
 
@@ -589,7 +589,7 @@ async def test_a_request_that_has_to_wait_and_never_does_holds_nothing():
     running = [await made.ask("acme:v3") for _ in range(6)]
     body = json.dumps({"model": "acme:v3", "prompt": "hello"}).encode()
     later = made.routing.route_now(Ask("/v1/completions", ("Bearer acme",), body))
-    assert not isinstance(later, Routed)
+    assert callable(later)
     assert made.dispatch.ledger.loads.total == 6
     assert made.limiter.snapshot().tenants[0].sequences == 6
     for each in running:
