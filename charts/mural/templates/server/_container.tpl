@@ -60,7 +60,6 @@ args:
   - --log-level={{ $server.logLevel }}
   {{- if .Values.uploads.enabled }}
   - --upload-store={{ .Values.uploads.store }}
-  - --upload-dir=/var/cache/mural/uploads
   - --upload-ttl-s={{ int64 .Values.uploads.ttlSeconds }}
   - --upload-max-bytes={{ .Values.uploads.maxBytes }}
   - --upload-quota-adapters={{ .Values.uploads.quotaAdapters }}
