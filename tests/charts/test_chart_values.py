@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -76,6 +77,13 @@ def objects(schema: object, *path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_the_tables_of_values_are_made_of_the_present_file() -> None:
     for path, text in _table().pages().items():
         assert path.read_text(encoding="utf-8") == text, f"{path}: run charts/values_table.py"
+
+
+def test_the_chart_installs_the_version_that_it_lies_beside() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert chart["appVersion"] == project["version"]
+    assert "dependencies" not in chart
 
 
 def test_every_value_is_explained_above_it() -> None:
