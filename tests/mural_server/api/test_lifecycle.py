@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from mural_resolvers.errors import InvalidInput, Unavailable
 from mural_server.api.admission import Admission, may_enter
+from mural_server.protocol import ControlClient, ControlError
 
 
 async def begun_stream(server):
@@ -33,6 +35,35 @@ async def test_a_stop_lets_open_requests_end_and_takes_no_more(server):
     server.engine.gate.set()
     text = "".join([chunk.choices[0].text async for chunk in chunks])
     assert text == " world"
+    assert await server.exit_status == 0
+
+
+async def test_a_stop_is_told_at_once_to_whoever_follows_the_state(server):
+    chunks = await begun_stream(server)
+    told = []
+
+    async def follow() -> None:
+        async with aclosing(ControlClient("127.0.0.1", server.control_port).states()) as states:
+            async for state in states:
+                if not told:
+                    server.stop.set()
+                told.append((state.accepting, state.ready))
+                if not state.accepting:
+                    # Told while the open request still runs.
+                    server.engine.gate.set()
+
+    with pytest.raises(ControlError, match="ended the stream"):
+        await asyncio.wait_for(follow(), 20)
+    assert (told[0], told[-1]) == ((True, True), (False, False))
+    assert "".join([chunk.choices[0].text async for chunk in chunks]) == " world"
+    assert await server.exit_status == 0
+
+
+async def test_an_idle_server_says_that_it_stops_before_it_is_gone(server):
+    async with aclosing(ControlClient("127.0.0.1", server.control_port).states()) as states:
+        assert (await anext(states)).accepting
+        server.stop.set()
+        assert not (await asyncio.wait_for(anext(states), 20)).accepting
     assert await server.exit_status == 0
 
 

@@ -12,12 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import openai
 import psutil
 import pytest
+
+from mural_server.protocol import ControlClient, ControlError
 
 START_S = 240.0
 END_S = 60.0
@@ -31,6 +35,7 @@ class Serving:
     process: subprocess.Popen[bytes]
     log: list[str] = field(default_factory=list)
     url: str = ""
+    control_url: str = ""
 
     def wait_until_up(self) -> None:
         deadline = time.monotonic() + START_S
@@ -46,7 +51,7 @@ class Serving:
             self.log += [line.decode() for line in lines]
             for line in self.log:
                 if found := ADDRESSES.search(line):
-                    self.url = found[1]
+                    self.url, self.control_url = found.groups()
 
     def rest(self) -> str:
         """The exit's log, once it has ended."""
@@ -84,6 +89,7 @@ def serving(tiny_model, peft_oracle, tmp_path: Path) -> Iterator[Serving]:
 
 
 PROMPT = [40, 41, 42, 43, 44]
+LONG = {"ignore_eos": True}
 
 
 def expected(peft_oracle, adapter: str | None) -> list[int]:
@@ -131,6 +137,72 @@ async def test_base_and_adapters_answer_as_peft_does_and_a_stop_drains(serving, 
     assert "Traceback" not in log
 
 
+def core_of(serving: Serving) -> psutil.Process:
+    [core] = [
+        child
+        for child in psutil.Process(serving.process.pid).children()
+        if "mural_server.engine.process" in " ".join(child.cmdline())
+    ]
+    return core
+
+
+async def test_a_stop_is_told_at_once_and_what_runs_may_end(serving):
+    base = f"{serving.url}/v1"
+    client = openai.AsyncOpenAI(base_url=base, api_key="none", max_retries=0, timeout=60)
+    port = urlsplit(serving.control_url).port
+    assert port is not None
+    control = ControlClient("127.0.0.1", port)
+    core = core_of(serving)
+    async with asyncio.timeout(END_S), aclosing(control.states()) as states:
+        assert (await anext(states)).ready
+        stream = await client.completions.create(
+            model="acme:v1", prompt=PROMPT, max_tokens=60, stream=True, extra_body=LONG
+        )
+        chunks = aiter(stream)
+        await anext(chunks)
+        # The running stream stands still, so that the server is draining for as long as we look.
+        core.suspend()
+        try:
+            serving.process.send_signal(signal.SIGTERM)
+            state = await anext(states)
+            while state.accepting:
+                state = await anext(states)
+            assert not state.ready
+            assert not await control.ready()
+            assert await control.healthy()
+            assert (await control.drain()).open_sequences == 1
+            for model in ("tiny", "acme:v2"):
+                with pytest.raises(openai.InternalServerError) as caught:
+                    await client.completions.create(model=model, prompt=PROMPT)
+                assert caught.value.status_code == 503
+                assert caught.value.response.headers["retry-after"]
+        finally:
+            core.resume()
+        reasons = [chunk.choices[0].finish_reason async for chunk in chunks]
+    assert reasons[-1] == "length"
+    assert "Traceback" not in serving.rest()
+    assert serving.process.returncode == 0
+
+
+async def test_an_idle_server_says_that_it_stops_before_it_is_gone(serving):
+    port = urlsplit(serving.control_url).port
+    assert port is not None
+    told: list[bool] = []
+
+    async def follow() -> None:
+        async with aclosing(ControlClient("127.0.0.1", port).states()) as states:
+            async for state in states:
+                if not told:
+                    serving.process.send_signal(signal.SIGTERM)
+                told.append(state.accepting)
+
+    with pytest.raises(ControlError, match="ended the stream"):
+        await asyncio.wait_for(follow(), END_S)
+    assert (told[0], told[-1]) == (True, False)
+    serving.rest()
+    assert serving.process.returncode == 0
+
+
 def token_text(serving: Serving, token: int) -> str:
     answer = openai.OpenAI(base_url=serving.url, api_key="none").post(
         "/detokenize", body={"model": "tiny", "tokens": [token]}, cast_to=dict[str, str]
@@ -139,11 +211,7 @@ def token_text(serving: Serving, token: int) -> str:
 
 
 def test_the_cores_death_is_told_to_clients_and_to_the_supervisor(serving):
-    [core] = [
-        child
-        for child in psutil.Process(serving.process.pid).children()
-        if "mural_server.engine.process" in " ".join(child.cmdline())
-    ]
+    core = core_of(serving)
     stream = serving.client().completions.create(
         model="acme:v1", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     )
