@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import yaml
+from lightkube.config.kubeconfig import KubeConfig
 from simulated_server import Knobs, SimulatedServer
 
 from mural_operator.operating import Operator
@@ -98,9 +99,13 @@ class Seen:
 class Operated:
     """One namespace, its simulated pods, and what is seen of it."""
 
-    def __init__(self, client: KubeClient, namespace: str, held: AsyncExitStack) -> None:
+    def __init__(
+        self, client: KubeClient, namespace: str, kubeconfig: Path, held: AsyncExitStack
+    ) -> None:
         self.client = client
         self.namespace = namespace
+        self.kubeconfig = kubeconfig
+        """As whom operators speak to the API server."""
         self.port, self.control_port = _free_ports()
         self.servers: dict[str, SimulatedServer] = {}
         self._held = held
@@ -230,7 +235,9 @@ class Operated:
     @asynccontextmanager
     async def operator(self) -> AsyncIterator[Operator]:
         """An operator in this process, with a client of its own, until the block ends."""
-        async with KubeClient(cluster_config()) as client:
+        config = KubeConfig.from_file(self.kubeconfig).get()
+        assert config is not None
+        async with KubeClient(config) as client:
             settings = OperatorSettings(namespace=self.namespace, admin_port=None)
             operator = Operator(settings, client)
             stop = asyncio.Event()
@@ -242,13 +249,42 @@ class Operated:
                 await running
 
 
+async def shipped_account(cluster: Any, folder: Path) -> Path:
+    """A configuration of the operator's own ServiceAccount, with the rights of the chart alone.
+
+    Also what else the chart makes for it, which it has no right to make itself.
+    """
+    templates = ("rbac", "objects", "availability")
+    shown = [argument for one in templates for argument in ("-s", f"templates/operator/{one}.yaml")]
+    status, manifests, errors = await cluster.run(
+        *("helm", "template", "mural", str(CRDS.parent), "--namespace", cluster.namespace, *shown)
+    )
+    assert status == 0, errors
+    status, _, errors = await cluster.run("kubectl", "apply", "-f", "-", told=manifests.encode())
+    assert status == 0, errors
+    token = await cluster.kubectl("create", "token", "mural-operator", "--duration=1h")
+    return _config_with(token.strip(), Path(cluster.environment["KUBECONFIG"]), folder)
+
+
+def _config_with(token: str, administrator: Path, folder: Path) -> Path:
+    config = yaml.safe_load(administrator.read_text())
+    for user in config["users"]:
+        user["user"] = {"token": token}
+    path = folder / "operator-kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
 @asynccontextmanager
-async def operated(namespace: str) -> AsyncIterator[Operated]:
-    """A namespace that exists, on the API server that KUBECONFIG names."""
+async def operated(namespace: str, kubeconfig: Path) -> AsyncIterator[Operated]:
+    """A namespace that exists, on the API server that KUBECONFIG names, with an administrator.
+
+    ``kubeconfig`` is for the operators.
+    """
     async with AsyncExitStack() as held:
         client = await held.enter_async_context(KubeClient(cluster_config()))
         await install_crds(client)
-        yield Operated(client, namespace, held)
+        yield Operated(client, namespace, kubeconfig, held)
 
 
 def condition(found: Object, kind: str) -> Object:

@@ -565,7 +565,9 @@ class SimulatedServer:
                 yield data
                 continue
             try:
-                await asyncio.wait_for(news.wait(), self.knobs.heartbeat_s)
+                # `wait_for` of Python 3.11 may swallow the cancellation by `stop`.
+                async with asyncio.timeout(self.knobs.heartbeat_s):
+                    await news.wait()
             except TimeoutError:
                 yield _event(Heartbeat(boot_id=self.boot_id, seq=place))
 

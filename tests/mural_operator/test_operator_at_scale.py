@@ -12,11 +12,12 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from operated import Operated, operated
+from operated import Operated, operated, shipped_account
 
 from mural_server.protocol.exchange import exchange
 
@@ -85,14 +86,15 @@ class Running(NamedTuple):
 
 
 @asynccontextmanager
-async def an_operator(namespace: str) -> AsyncIterator[Running]:
+async def an_operator(kube: Operated) -> AsyncIterator[Running]:
     """``mural operate`` in a process of its own, with its pages."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "mural_operator.commands", "--namespace", namespace, "--log-level", "warning"),
+        *("-m", "mural_operator.commands", "--namespace", kube.namespace, "--log-level", "warning"),
         *("--admin-host", "127.0.0.1", "--admin-port", str(port)),
+        env=os.environ | {"KUBECONFIG": str(kube.kubeconfig)},
     )
     try:
         yield Running(psutil.Process(process.pid), port)
@@ -138,12 +140,15 @@ async def at_rest(operator: Running) -> Figures:
 
 
 @pytest.mark.timeout(600)
-async def test_hundreds_of_adapters_converge_heal_and_come_to_rest(cluster: Any) -> None:
-    async with operated(cluster.namespace) as kube:
+async def test_hundreds_of_adapters_converge_heal_and_come_to_rest(
+    cluster: Any, tmp_path: Path
+) -> None:
+    account = await shipped_account(cluster, tmp_path)
+    async with operated(cluster.namespace, account) as kube:
         await kube.tenant()
         servers = await kube.pods(PODS)
         await kube.pool()
-        async with an_operator(kube.namespace) as operator:
+        async with an_operator(kube) as operator:
             await kube.pools.until(
                 lambda found: found["pool"].get("status", {}).get("ready") == f"{PODS}/{PODS}"
             )
