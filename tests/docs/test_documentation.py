@@ -11,7 +11,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-_FILE = re.compile(r"`((?:server|resolvers|tests|docs)/[\w./-]*(?:\.\w+|/))`")
+_FILE = re.compile(
+    r"`((?:server|resolvers|router|operator|charts|tests|docs)/[\w./-]*(?:\.\w+|/))`"
+)
 _SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 _IMPORT = re.compile(r"^(?:from mural_\w+\S* import .+|import mural_\w+.*)$", re.MULTILINE)
 
