@@ -236,8 +236,9 @@ class _Reconciliation:
         }
         if not self._world.complete:
             names.update(name for name in declared if self._is_strange(name))
-        if names != set(declared):
-            # First of all: what is loaded before it is declared would not be known as ours.
+        if names != set(declared) or pod.state.awaits_declared:
+            # First of all: what is loaded before it is declared would not be known as ours. And a
+            # new pod that is to hold nothing waits to be told so.
             yield Declare(pod.name, tuple(sorted(names)))
         for name in sorted(homes):
             if self._needs_load(pod, name):

@@ -392,7 +392,7 @@ def _is_load_only(before: Snapshot, event: StateEvent) -> bool:
     """Whether a change says nothing of what is resident, declared or ready."""
     if not isinstance(event, Delta):
         return isinstance(event, Heartbeat)
-    said = (event.accepting, event.ready, event.declared)
+    said = (event.accepting, event.ready, event.awaits_declared, event.declared)
     if event.removed or any(each is not None for each in said):
         return False
     return all(

@@ -160,6 +160,7 @@ class SimulatedPod:
             prefix=PrefixStatistics(),
             accepting=not self.terminating,
             ready=self.latched,
+            awaits_declared=not self.told and not self.latched,
             declared=tuple(sorted(self.declared)),
             adapters=dict(self.held),
         )

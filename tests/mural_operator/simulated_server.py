@@ -265,10 +265,15 @@ class SimulatedServer:
         if not self.accepting:
             return False
         if not self.was_ready:
-            if self.knobs.await_declared and not self.declared_once:
+            if self.awaits_declared:
                 return False
             self.was_ready = self.resident.keys() >= set(self.declared)
         return self.was_ready
+
+    @property
+    def awaits_declared(self) -> bool:
+        """Whether it waits to be told what it is to hold."""
+        return self.knobs.await_declared and not self.declared_once
 
     def lose(self, name: str, *, level: Literal["disk"] | None = "disk") -> None:
         """Drop an adapter without being asked: out of memory, or (None) out of all knowledge."""
@@ -339,6 +344,7 @@ class SimulatedServer:
             "load": self.load,
             "accepting": self.accepting,
             "ready": self.ready,
+            "awaits_declared": self.awaits_declared,
             "declared": self.declared,
         }
 
@@ -395,6 +401,7 @@ class SimulatedServer:
             prefix=PrefixStatistics(),
             accepting=self.accepting,
             ready=self.ready,
+            awaits_declared=self.awaits_declared,
             declared=self.declared,
             adapters=dict(self.adapters),
         )

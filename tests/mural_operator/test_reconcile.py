@@ -98,6 +98,12 @@ def test_an_orphan_is_unloaded_and_declared_until_it_is_gone():
     assert actions_on([], [pod("a", declared=[V1])]) == (Declare("a", ()),)
 
 
+def test_a_new_pod_that_is_to_hold_nothing_is_told_so():
+    waiting = Pod("a", state=make_state(awaits_declared=True, ready=False))
+    assert actions_on([], [waiting]) == (Declare("a", ()),)
+    assert actions_on([], [Pod("a", state=make_state(ready=False))]) == ()
+
+
 def test_what_nobody_declared_is_left_alone():
     assert actions_on([], [pod("a", V1, "sql", declared=["sql"])]) == ()
 

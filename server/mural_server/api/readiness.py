@@ -27,6 +27,11 @@ class Readiness:
         self._told = False
         self._open = await_s == 0
 
+    @property
+    def awaits_declared(self) -> bool:
+        """Whether it waits to be told what it is to hold."""
+        return not self._open and not self._told
+
     def declare(self, names: Iterable[str]) -> None:
         """Say which names are to be resident."""
         self.declared = frozenset(names)

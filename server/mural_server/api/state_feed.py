@@ -163,6 +163,7 @@ class StateFeed:
             prefix=PrefixStatistics(queries=stats.prefix_queries, hits=stats.prefix_hits),
             accepting=state.admission.accepting,
             ready=state.not_ready() is None,
+            awaits_declared=state.readiness.awaits_declared,
             declared=tuple(sorted(state.readiness.declared)),
             adapters={
                 view.name: adapter_status(
@@ -201,6 +202,9 @@ def difference(old: Snapshot, new: Snapshot) -> Delta | None:
         prefix=None if new.prefix == old.prefix else new.prefix,
         accepting=None if new.accepting == old.accepting else new.accepting,
         ready=None if new.ready == old.ready else new.ready,
+        awaits_declared=(
+            None if new.awaits_declared == old.awaits_declared else new.awaits_declared
+        ),
         declared=None if new.declared == old.declared else new.declared,
         changed=changed,
         removed=removed,

@@ -105,6 +105,8 @@ class Snapshot(msgspec.Struct, kw_only=True, frozen=True, tag="snapshot", tag_fi
     prefix: PrefixStatistics
     accepting: bool
     ready: bool
+    awaits_declared: bool = False
+    """It is not ready before it is told what it is to hold, were it nothing."""
     declared: tuple[str, ...] = ()
     adapters: dict[str, AdapterStatus] = {}
     """By name."""
@@ -126,6 +128,7 @@ class Delta(
     prefix: PrefixStatistics | None = None
     accepting: bool | None = None
     ready: bool | None = None
+    awaits_declared: bool | None = None
     declared: tuple[str, ...] | None = None
     changed: tuple[AdapterStatus, ...] = ()
     removed: tuple[str, ...] = ()
@@ -163,6 +166,9 @@ def apply(state: Snapshot | None, event: StateEvent) -> Snapshot:
         prefix=state.prefix if event.prefix is None else event.prefix,
         accepting=state.accepting if event.accepting is None else event.accepting,
         ready=state.ready if event.ready is None else event.ready,
+        awaits_declared=(
+            state.awaits_declared if event.awaits_declared is None else event.awaits_declared
+        ),
         declared=state.declared if event.declared is None else event.declared,
         adapters=adapters,
     )

@@ -43,7 +43,9 @@ def test_it_waits_for_the_declaration_then_for_what_was_declared(clock):
 
 def test_an_empty_declaration_is_one(clock):
     readiness = Readiness(60, clock)
+    assert readiness.awaits_declared
     readiness.declare([])
+    assert not readiness.awaits_declared
     assert readiness.waits_for(resident()) is None
 
 
