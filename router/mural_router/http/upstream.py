@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Final, cast
+from typing import Final, Protocol, cast
 
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.chunks import ChunkDecoder, ChunkError
@@ -38,7 +38,7 @@ class AnswerTimeout(Exception):  # and no TimeoutError, which is an OSError: not
     """The replica was silent for too long."""
 
 
-class Caller(ABC):
+class Caller(Protocol):
     """Who a replica's answer is for. After `complete` or `broken` nothing more is called."""
 
     @abstractmethod

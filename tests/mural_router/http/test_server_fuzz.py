@@ -9,7 +9,7 @@ from typing import cast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mural_router.http.exchange import Application, Exchange, Plan
+from mural_router.http.exchange import Exchange, Plan
 from mural_router.http.head import RequestHead
 from mural_router.http.server import Server
 from mural_router.http.settings import HttpSettings
@@ -70,7 +70,7 @@ class Recorder(asyncio.Transport):
         pass
 
 
-class Keeper(Application):
+class Keeper:
     """Answers each request at once; keeps what it was asked."""
 
     def __init__(self) -> None:

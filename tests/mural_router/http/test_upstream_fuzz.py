@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.head import ResponseHead
 from mural_router.http.settings import HttpSettings
-from mural_router.http.upstream import Caller, ReplicaConnection, ReplicaPool
+from mural_router.http.upstream import ReplicaConnection, ReplicaPool
 from mural_router.http.watch import Watch
 
 PIECES = st.lists(
@@ -52,7 +52,7 @@ class Silent(asyncio.Transport):
         self.aborted = True
 
 
-class Noting(Caller):
+class Noting:
     """Keeps what it is told, and holds the connection to the order of its calls."""
 
     def __init__(self) -> None:
