@@ -14,6 +14,7 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 _FILE = re.compile(
     r"`((?:server|resolvers|router|operator|charts|tests|docs)/[\w./-]*(?:\.\w+|/))`"
 )
+_REASON = re.compile(r"^\| `[A-Z][^|]*` \| `(\w+)` \|[^|]*\| (.+) \|$", re.MULTILINE)
 _SNIPPET = re.compile(r"```python\n(.*?)```", re.DOTALL)
 _IMPORT = re.compile(r"^(?:from mural_\w+\S* import .+|import mural_\w+.*)$", re.MULTILINE)
 
@@ -54,3 +55,13 @@ def test_every_page_is_in_the_navigation() -> None:
     config = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     for page in PAGES:
         assert f'"{page.relative_to(ROOT / "docs").as_posix()}"' in config
+
+
+def test_whoever_is_told_to_do_something_finds_how_to_find_out() -> None:
+    reasons = (ROOT / "docs/reference/conditions.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/troubleshoot-kubernetes.md").read_text(encoding="utf-8")
+    asking = {reason for reason, do in _REASON.findall(reasons) if not do.startswith("nothing")}
+    assert len(asking) > 20
+    # On its way is no trouble yet.
+    waiting = {"NotAsked", "NotLoaded"}
+    assert not {reason for reason in asking - waiting if f"`{reason}`" not in page}
