@@ -298,7 +298,7 @@ def test_a_pod_is_killed_only_after_notice_and_grace(case: Rendered) -> None:
             grace = [
                 float(str(arg).partition("=")[2])
                 for arg in container.get("args", ())
-                if str(arg).startswith("--shutdown-grace-s=")
+                if str(arg).startswith(("--shutdown-grace-s=", "--shutdown-timeout="))
             ]
             needed = notice.get("seconds", 0) + sum(grace)
             assert pod.get("terminationGracePeriodSeconds", 30) > needed, each["metadata"]["name"]

@@ -134,6 +134,8 @@ args:
   {{- with $gpu.memoryUtilization }}
   - --gpu-memory-utilization={{ . }}
   {{- end }}
+  # Without it vLLM cuts at the signal what is in flight.
+  - --shutdown-timeout={{ $server.shutdownGraceSeconds }}
   {{- include "mural.extraArgs" $server | nindent 2 }}
 env:
   - name: HOME
@@ -175,8 +177,7 @@ livenessProbe:
   failureThreshold: 6
 lifecycle:
   preStop:
-    # vLLM cuts at the signal what is in flight: it comes after the time that Mural's engine gives itself.
-    sleep: {seconds: {{ max 1 $server.shutdownGraceSeconds }}}
+    sleep: {seconds: {{ $server.preStopSeconds }}}
 {{- end -}}
 
 {{- define "mural.serverEnvFrom" -}}
