@@ -69,9 +69,9 @@ def room_of(pod: Pod, world: World) -> Room:
     slots = _UNBOUNDED
     if pod.state is not None:
         limits = pod.state.limits
-        adapters = min(adapters, limits.max_cpu_loras)
+        adapters = min(adapters, max(limits.max_cpu_loras - 1, 0))
         bytes_ = min(bytes_, limits.host_bytes or _UNBOUNDED)
-        # Servers leave one slot to the adapters that nobody pins.
+        # Servers leave one place and one slot to the adapters that nobody pins.
         slots = max(limits.slots - 1, 0)
     return Room(adapters, bytes_, slots)
 

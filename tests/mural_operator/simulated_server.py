@@ -192,6 +192,8 @@ class SimulatedServer:
         self.seq = 0
         self.adapters: OrderedDict[str, AdapterStatus] = OrderedDict()
         """Known names, the last loaded or asked for last."""
+        self._slot_pins: set[str] = set()
+        """Of those pinned, the ones that keep their slot as well."""
         self.declared: tuple[str, ...] = ()
         self.declared_once = False
         self.was_ready = False
@@ -337,6 +339,7 @@ class SimulatedServer:
 
     def _drop(self, name: str) -> None:
         del self.adapters[name]
+        self._slot_pins.discard(name)
         self._changed(name)
 
     def _flags(self) -> dict[str, Any]:
@@ -487,18 +490,33 @@ class SimulatedServer:
 
     def _load(self, name: str, level: Literal["host", "slot"], pinned: bool) -> AdapterStatus:
         was = self._status(name)
-        held = sum(one.pinned for one in self.adapters.values())
-        if pinned and not was.pinned and held + 1 >= self.slots:
-            raise _Refused(503, f"{held} of {self.slots} slots are pinned already.", 5)
+        self._check_pin(was, level, pinned)
+        self._slot_pins.discard(name)
+        if pinned and level == "slot":
+            self._slot_pins.add(name)
+        return self._become(name, level, pinned)
+
+    def _become(self, name: str, level: Literal["host", "slot"], pinned: bool) -> AdapterStatus:
+        was = self._status(name)
         self._make_room(name)
-        # A pin keeps it in a slot; of the slots one is always left to the others.
-        level = "slot" if pinned or was.level == "slot" else level
+        level = "slot" if was.level == "slot" else level
         loaded = msgspec.structs.replace(was, level=level, pinned=pinned)
         if name in self.knobs.phantoms:
             return loaded
         self._put(loaded)
         self._bound_slots()
         return loaded
+
+    def _check_pin(self, was: AdapterStatus, level: Literal["host", "slot"], pinned: bool) -> None:
+        """Of the slots, and of the places in host memory, one is always left to the others."""
+        if not pinned:
+            return
+        others = sum(one.pinned for one in self.adapters.values() if one.name != was.name)
+        if others + 1 >= self.capacity:
+            raise _Refused(503, f"{others} of {self.capacity} adapters in host memory are pinned.")
+        in_slots = len(self._slot_pins - {was.name})
+        if level == "slot" and in_slots + 1 >= self.slots:
+            raise _Refused(503, f"{in_slots} of {self.slots} slots are pinned already.", 5)
 
     def _make_room(self, name: str) -> None:
         if len(self.adapters) <= self.capacity:
@@ -512,7 +530,8 @@ class SimulatedServer:
 
     def _bound_slots(self) -> None:
         in_slots = [one for one in self.adapters.values() if one.level == "slot"]
-        leaving = [one for one in in_slots if not one.pinned][: max(0, len(in_slots) - self.slots)]
+        movable = [one for one in in_slots if one.name not in self._slot_pins]
+        leaving = movable[: max(0, len(in_slots) - self.slots)]
         for one in leaving:
             self._put(msgspec.structs.replace(one, level="host"))
 
@@ -628,7 +647,7 @@ class SimulatedServer:
         self._refuse(name)
         if self._status(name).level == "disk":
             await asyncio.sleep(self.knobs.load_delay_s)
-        self._load(name, "slot", self._status(name).pinned)
+        self._become(name, "slot", self._status(name).pinned)
 
     async def _unload(self, name: str) -> None:
         await asyncio.sleep(self.knobs.unload_delay_s)

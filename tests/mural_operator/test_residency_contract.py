@@ -154,19 +154,27 @@ async def test_what_is_pinned_stays(control):
     for version in range(2, CAPACITY + 2):
         await control.set_resident(f"acme:v{version}")
     expected = dict.fromkeys([f"acme:v{version}" for version in range(1, 6)], "host")
-    expected |= {"acme:v1": "slot", "acme:v2": "disk"}
-    await until(control, lambda levels: levels == expected)
+    await until(control, lambda levels: levels == expected | {"acme:v2": "disk"})
 
 
 async def test_a_pin_keeps_it_in_a_slot_and_leaves_one_slot_to_the_others(control):
-    first = await control.set_resident("acme:v1", level="host", pinned=True)
+    first = await control.set_resident("acme:v1", level="slot", pinned=True)
     assert (first.level, first.pinned) == ("slot", True)
     with pytest.raises(ControlError, match="1 of 2 slots are pinned already") as caught:
-        await control.set_resident("acme:v2", pinned=True)
+        await control.set_resident("acme:v2", level="slot", pinned=True)
     assert caught.value.status == 503
     await until(control, lambda levels: levels == {"acme:v1": "slot", "acme:v2": "disk"})
-    assert not (await control.set_resident("acme:v1", pinned=False)).pinned
-    assert (await control.set_resident("acme:v2", pinned=True)).pinned
+    assert not (await control.set_resident("acme:v1", level="slot", pinned=False)).pinned
+    assert (await control.set_resident("acme:v2", level="slot", pinned=True)).pinned
+
+
+async def test_pins_in_host_memory_take_no_slot_and_leave_one_place_to_the_others(control):
+    for version in range(1, CAPACITY):
+        status = await control.set_resident(f"acme:v{version}", level="host", pinned=True)
+        assert (status.level, status.pinned) == ("host", True)
+    with pytest.raises(ControlError, match=f"{CAPACITY - 1} of {CAPACITY} adapters") as caught:
+        await control.set_resident(f"acme:v{CAPACITY}", level="host", pinned=True)
+    assert caught.value.status == 503
 
 
 async def test_more_than_the_slots_leaves_one_in_host_memory(control):

@@ -125,7 +125,7 @@ class AdminActions:
         """Keep a name's weights resident, loading them if need be, or let them go again."""
         entry = self._names.known(name)
         if pinned:
-            return await self._residency.add(OPERATOR, entry, "host", True)
+            return await self._residency.add(OPERATOR, entry, "slot", True)
         if entry.lora.lora_int_id not in self._residency.resident():
             raise AdapterNotFound(f"The lora adapter {quoted(name)} is not resident.")
         return await self._residency.pin(entry.lora.lora_int_id, pinned=False)
@@ -264,10 +264,11 @@ class AdminActions:
         """Load what has no name yet; what comes too late for one is freed again."""
         lora_int_id = entry.lora.lora_int_id
         try:
-            info = await self._residency.add(OPERATOR, entry, "host", pinned)
+            level: AdapterLevel = "slot" if pinned else "host"
+            info = await self._residency.add(OPERATOR, entry, level, pinned)
             while self._residency.removal(lora_int_id) is not None:
                 # Its last other name was unloaded meanwhile, and the weights go with that.
-                info = await self._residency.add(OPERATOR, entry, "host", pinned)
+                info = await self._residency.add(OPERATOR, entry, level, pinned)
         except Unavailable:
             if self._names.of_content(lora_int_id) == 0:
                 # The core may be loading it still, and a pin would keep it under no name.

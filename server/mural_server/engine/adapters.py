@@ -243,12 +243,17 @@ class Adapters:
     def in_slots(self) -> Set[int]:
         return self._manager.slot_of.keys()
 
-    def pin(self, lora_int_id: int, *, pinned: bool) -> None:
-        """Keep an adapter that has a slot in it; see `LoRAModelManager.pin_adapter`."""
-        if pinned:
-            self._manager.pin_adapter(lora_int_id)
-        else:
-            self._manager.unpin_adapter(lora_int_id)
+    def pin(self, lora_int_id: int, tier: AdapterLevel) -> None:
+        """Keep one that is registered, or has a slot; see `LoRAModelManager.pin_adapter`."""
+        self._manager.pin_adapter(lora_int_id, tier)
+
+    def unpin(self, lora_int_id: int, tier: AdapterLevel) -> None:
+        """Let it be evicted again; see `LoRAModelManager.unpin_adapter`."""
+        self._manager.unpin_adapter(lora_int_id, tier)
+
+    def is_pinned(self, lora_int_id: int) -> bool:
+        """Whether it stays in host memory at least."""
+        return self._manager.is_pinned(lora_int_id)
 
     def remove(self, lora_int_id: int) -> FreedBytes:
         """Free all that it holds; nothing may use it any more."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from mural_resolvers.errors import (
     AdapterNotFound,
+    Conflict,
     InvalidInput,
     MuralError,
     Unavailable,
@@ -21,6 +22,7 @@ from mural_server.engine.adapters import AdapterFailure, Adapters, typed
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.messages import (
     AdapterInfo,
+    AdapterLevel,
     EngineRequest,
     EngineStats,
     FreedBytes,
@@ -75,6 +77,8 @@ class Residency:
     in_slot: bool
     lora: LoRARequest | None = None
     """To load it with; None for one that is resident, if only in host memory."""
+    pin: AdapterLevel | None = None
+    """The tier in which it is to stay."""
 
 
 class EngineCore:
@@ -228,15 +232,14 @@ class EngineCore:
 
     def _add_lora(self, command: AddLora) -> None:
         adapters = self._require_adapters()
-        if command.pinned:
-            self._check_pin(command.lora.lora_int_id)
+        lora_int_id, in_slot = command.lora.lora_int_id, command.level == "slot"
+        if command.pinned and in_slot:
+            self._check_pin(lora_int_id)
         adapters.want(command.lora, tenant="", keep=True)
-        if command.pinned:
-            self._scheduler.slots.pin(command.lora.lora_int_id)
-        in_slot = command.pinned or command.level == "slot"
-        self._await_residency(
-            Residency(command.call_id, command.lora.lora_int_id, in_slot, command.lora)
-        )
+        if command.pinned and in_slot:
+            self._scheduler.slots.pin(lora_int_id)
+        pin = command.level if command.pinned else None
+        self._await_residency(Residency(command.call_id, lora_int_id, in_slot, command.lora, pin))
 
     def _await_residency(self, residency: Residency) -> None:
         if residency.in_slot:
@@ -259,7 +262,7 @@ class EngineCore:
         adapters = self._require_adapters()
         if not command.pinned:
             self._scheduler.slots.unpin(command.lora_int_id)
-            adapters.pin(command.lora_int_id, pinned=False)
+            adapters.unpin(command.lora_int_id, "host")
         if not adapters.knows(command.lora_int_id):
             raise AdapterNotFound("The adapter is not resident.")
         if not command.pinned:
@@ -267,7 +270,9 @@ class EngineCore:
             return
         self._check_pin(command.lora_int_id)
         self._scheduler.slots.pin(command.lora_int_id)
-        self._await_residency(Residency(command.call_id, command.lora_int_id, in_slot=True))
+        self._await_residency(
+            Residency(command.call_id, command.lora_int_id, in_slot=True, pin="slot")
+        )
 
     def _remove_lora(self, command: RemoveLora) -> None:
         self._require_adapters().retire(command.lora_int_id)
@@ -363,12 +368,27 @@ class EngineCore:
                 not residency.in_slot and adapters.is_registered(lora_int_id)
             ):
                 self._residencies.remove(residency)
-                if lora_int_id in self._scheduler.slots.pinned:
-                    adapters.pin(lora_int_id, pinned=True)
-                self._reply(residency.call_id, AdapterReply(self._info_of(lora_int_id)))
+                self._finish_residency(adapters, residency)
             elif residency.lora is not None:
                 # It may have been evicted as soon as it had come.
                 adapters.want(residency.lora, tenant="", keep=True)
+
+    def _finish_residency(self, adapters: Adapters, residency: Residency) -> None:
+        lora_int_id, slots = residency.lora_int_id, self._scheduler.slots
+        reply: AdapterReply | CallError
+        try:
+            if residency.pin == "host":
+                # What was kept in its slot until now may leave it.
+                slots.unpin(lora_int_id)
+                adapters.unpin(lora_int_id, "slot")
+                adapters.pin(lora_int_id, "host")
+            elif lora_int_id in slots.pinned:
+                adapters.pin(lora_int_id, "slot")
+            reply = AdapterReply(self._info_of(lora_int_id))
+        except Conflict as error:
+            slots.unpin(lora_int_id)
+            reply = CallError.of(Unavailable(error.message, retry_after_s=None))
+        self._reply(residency.call_id, reply)
 
     def _finish_removals(self, adapters: Adapters) -> None:
         for removal in self._removals.copy():
@@ -509,7 +529,8 @@ class EngineCore:
         return self._adapters.info(
             lora_int_id,
             level="slot" if lora_int_id in self._scheduler.slots.holders else "host",
-            pinned=lora_int_id in self._scheduler.slots.pinned,
+            pinned=self._adapters.is_pinned(lora_int_id)
+            or lora_int_id in self._scheduler.slots.pinned,
             running=running,
             waiting=len(own) - running,
         )

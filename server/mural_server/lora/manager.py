@@ -304,13 +304,25 @@ class LoRAModelManager:
         """Keep an adapter from being evicted from host memory, and with "slot" from its slot too.
 
         ``"slot"`` activates it. Raises ``KeyError`` if it is not registered, ``Unavailable`` if no
-        slot is free, ``Conflict`` for a pin that would leave no slot to all other adapters.
+        slot is free, ``Conflict`` for a pin that would leave no slot, or no place in host memory,
+        to all other adapters.
         """
         if lora_id not in self._registered:
             raise KeyError(lora_id)
+        self._check_host_pin(lora_id)
         if tier == "slot":
             self._pin_slot(lora_id)
         self._registered.pin(lora_id)
+
+    def _check_host_pin(self, lora_id: int) -> None:
+        if self._registered.is_pinned(lora_id):
+            return
+        count, limit = self._registered.num_pinned, self.config.max_cpu_loras
+        if count + 1 >= limit:
+            raise Conflict(
+                f"{count} of {limit} adapters in host memory are pinned: one more would leave no "
+                "place to the others. Unpin one, or raise max_cpu_loras."
+            )
 
     def _pin_slot(self, lora_id: int) -> None:
         already = lora_id in self._active and self._active.is_pinned(lora_id)
@@ -322,10 +334,11 @@ class LoRAModelManager:
         self.activate_adapter(lora_id)
         self._active.pin(lora_id)
 
-    def unpin_adapter(self, lora_id: int) -> None:
-        """Let an adapter be evicted from both tiers again."""
-        self._registered.unpin(lora_id)
+    def unpin_adapter(self, lora_id: int, tier: Tier = "host") -> None:
+        """Let an adapter be evicted again: from its slot, and with "host" from host memory too."""
         self._active.unpin(lora_id)
+        if tier == "host":
+            self._registered.unpin(lora_id)
 
     def is_pinned(self, lora_id: int, tier: Tier = "host") -> bool:
         return (self._registered if tier == "host" else self._active).is_pinned(lora_id)

@@ -182,6 +182,52 @@ def test_an_adapter_for_which_pins_leave_no_room_is_refused_at_once(
     assert driven.ended["r1"].finish_reason == "length"
 
 
+def test_what_is_pinned_in_host_memory_is_never_read_again_and_takes_no_slot(
+    start: Callable[..., Driven],
+) -> None:
+    driven = start(max_loras=2, max_cpu_loras=4)
+    for adapter in (1, 2, 3):
+        driven.handle(AddLora(adapter, driven.lora(adapter), "host", pinned=True))
+    driven.run()
+    infos = [reply.body.info for reply in driven.replies if isinstance(reply.body, AdapterReply)]
+    assert [(info.level, info.pinned) for info in infos] == [("host", True)] * 3
+    loads = driven.loader.loads
+    for place, adapter in enumerate((4, 5, 6, 1, 2, 3)):
+        driven.ask(f"r{place}", adapter)
+        driven.run()
+    assert driven.loader.loads == loads + 3
+    assert {d.finish_reason for d in driven.ended.values()} == {"length"}
+
+
+def test_a_pin_that_leaves_no_place_to_others_is_refused_and_the_adapter_stays_unpinned(
+    start: Callable[..., Driven],
+) -> None:
+    driven = start(max_loras=2, max_cpu_loras=2)
+    for adapter in (1, 2):
+        driven.handle(AddLora(adapter, driven.lora(adapter), "host", pinned=True))
+    driven.run()
+    [first, second] = [reply.body for reply in driven.replies]
+    assert isinstance(first, AdapterReply)
+    assert isinstance(second, CallError)
+    pinned = {info.lora_int_id for info in driven.core.stats().adapters if info.pinned}
+    assert pinned == {1}
+
+
+def test_a_pin_moves_from_the_slot_to_host_memory_when_that_is_asked_for(
+    start: Callable[..., Driven],
+) -> None:
+    driven = start(max_loras=2, max_cpu_loras=4)
+    driven.handle(AddLora(1, driven.lora(1), "slot", pinned=True))
+    driven.run()
+    driven.handle(AddLora(2, driven.lora(1), "host", pinned=True))
+    driven.run()
+    for place, adapter in enumerate((2, 3)):
+        driven.ask(f"r{place}", adapter)
+    driven.run()
+    [info] = [info for info in driven.core.stats().adapters if info.lora_int_id == 1]
+    assert (info.level, info.pinned) == ("host", True)
+
+
 @pytest.mark.parametrize("max_cpu_loras", [2, 3, 4, 6, 12])
 def test_an_adapter_is_loaded_once_a_turn_at_most(
     start: Callable[..., Driven], max_cpu_loras: int

@@ -225,6 +225,26 @@ def test_pins_leave_a_slot_to_the_others(manager, add):
         manager.pin_adapter(9)
 
 
+def test_host_pins_leave_a_place_to_the_others(manager, add):
+    limit = manager.config.max_cpu_loras
+    for lora_id in range(1, limit + 1):
+        add(lora_id)
+    for lora_id in range(1, limit):
+        manager.pin_adapter(lora_id, "host")
+    with pytest.raises(Conflict, match=f"{limit - 1} of {limit} adapters"):
+        manager.pin_adapter(limit, "host")
+    manager.pin_adapter(1, "host")
+    add(limit + 1)
+    assert manager.get_adapter(limit) is None
+
+
+def test_a_pin_can_be_taken_from_the_slot_alone(manager, add):
+    add(1)
+    manager.pin_adapter(1)
+    manager.unpin_adapter(1, "slot")
+    assert (manager.is_pinned(1), manager.is_pinned(1, "slot")) == (True, False)
+
+
 def test_in_use_adapters_stay_in_host_memory(manager, add):
     for lora_id in range(1, 7):
         add(lora_id)
