@@ -170,8 +170,8 @@ def test_pods_of_another_base_are_no_homes_and_lose_what_was_declared():
 
 
 def test_priority_and_then_age_decide_who_has_the_room():
-    limits = make_limits(max_cpu_loras=1)
-    state = make_state(limits=limits)
+    # One place is always left to what nobody declared.
+    state = make_state(limits=make_limits(max_cpu_loras=2))
     old, new = make_adapter("v1", 0), make_adapter("v2", 9)
     first = make_adapter("v3", 99, placement={"priority": 200})
     world = make_world([new, old], [pod("a", state=state)])
