@@ -150,7 +150,9 @@ async def test_hundreds_of_adapters_converge_heal_and_come_to_rest(
         await kube.pool()
         async with an_operator(kube) as operator:
             await kube.pools.until(
-                lambda found: found["pool"].get("status", {}).get("ready") == f"{PODS}/{PODS}"
+                lambda found: (
+                    found.get("pool", {}).get("status", {}).get("ready") == f"{PODS}/{PODS}"
+                )
             )
             start = await operator.figures()
             print(f"\n{ADAPTERS} adapters on all of {PODS} replicas:")

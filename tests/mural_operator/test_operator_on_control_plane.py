@@ -57,7 +57,7 @@ async def test_an_adapter_that_is_declared_is_resident_and_its_object_says_so(ku
     head, row = shown.strip().splitlines()
     assert "TENANT" in head
     assert {"acme", "v1", "2/2"} <= set(row.split())
-    pools = await kube.pools.until(lambda found: found["pool"].get("status"))
+    pools = await kube.pools.until(lambda found: found.get("pool", {}).get("status"))
     assert pools["pool"]["status"]["ready"] == "3/3"
 
 
@@ -333,7 +333,7 @@ async def test_routers_are_handed_hashes_of_keys_and_the_tenant_is_told(kube):
     await kube.secret("keys", one=key)
     await kube.tenant(keys=[{"secretRef": {"name": "keys", "key": "one"}}])
     async with kube.operator():
-        found = await kube.tenants.until(lambda found: found["acme"].get("status"))
+        found = await kube.tenants.until(lambda found: found.get("acme", {}).get("status"))
         path = SECRETS.named(kube.namespace, "mural-router-keys")
         secret = json.loads(await kube.client.get(path))
     told = base64.b64decode(secret["data"]["keys.json"]).decode()
