@@ -20,6 +20,8 @@ PACKAGES_PATH = "/venv"
 """Where the pods have the packages that Mural depends on."""
 INSTALLED = "/opt/mural"
 SITE = "/usr/local/lib/python3.11/dist-packages"
+# What the Redis client needs before Python 3.11.3, which Debian's is.
+OLDER_PYTHON = "async-timeout==5.0.1"
 IMAGE_S, INSTALL_S = 600.0, 600.0
 
 
@@ -48,7 +50,7 @@ def make_images(cluster: Path, registry: str, tag: str, scratch: Path) -> None:
             f"{registry}/mural-{component}:{tag}",
             *(flag for each in copies for flag in ("--copy", each)),
             *(flag for pair in environment.items() for flag in ("--env", "=".join(pair))),
-            *("--user", final.user, "--", *final.entrypoint),
+            *("--pip", OLDER_PYTHON, "--user", final.user, "--", *final.entrypoint),
         )
     image(
         cluster,
