@@ -33,13 +33,12 @@ def make_images(cluster: Path, registry: str, tag: str, scratch: Path) -> None:
     # Not PYTHONPATH, which an interpreter that is isolated for a tenant's template does not heed.
     paths = scratch / "mural.pth"
     paths.write_text(f"{INSTALLED}/lib\n{PACKAGES_PATH}\n", encoding="utf-8")
-    installed: dict[str, Path] = {}
+    installed: dict[str, Path] = {}  # by the variables that tell one build from another
     for component in COMPONENTS:
         build, final = stages(component)
-        # Only the native operators tell one build from another.
-        key = build.environment["MURAL_NATIVE"]
+        key = f"{build.environment}{build.copies}"
         if key not in installed:
-            installed[key] = install(build, scratch / f"package-{key}")
+            installed[key] = install(build, scratch / f"package-{component}")
         copies = [f"{installed[key]}:{INSTALLED}", f"{paths}:{SITE}/mural.pth"]
         copies += [f"{ROOT / each.source}:{each.target}" for each in final.copies]
         environment = final.environment | {
