@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Final, NoReturn
 
 from mural_operator.admin import AdminPages, serve_admin
 from mural_operator.cluster import Cluster
 from mural_operator.conditions import Condition
 from mural_operator.controller import Controller, Services
-from mural_operator.election import Election
+from mural_operator.election import Election, WorkGoesOn
 from mural_operator.events import EventRecorder
 from mural_operator.metrics import Metrics
 from mural_operator.settings import OperatorSettings
@@ -104,6 +105,8 @@ class Operator:
             await asyncio.wait({stopped, *parts}, return_when=asyncio.FIRST_COMPLETED)
             dead = next((part for part in parts if part.done()), None)
             if dead is not None:
+                if not dead.cancelled() and isinstance(dead.exception(), WorkGoesOn):
+                    _end_at_once(dead)
                 raise _death(dead)
             log.info("shutting down")
         finally:
@@ -172,6 +175,13 @@ def _watched(settings: OperatorSettings, namespace: str) -> tuple[str, ...] | No
 def _death(part: asyncio.Task[None]) -> InvalidInput:
     error = None if part.cancelled() else part.exception()
     return InvalidInput(f"The operator ends, since {part.get_name()} has ended: {error}.")
+
+
+def _end_at_once(part: asyncio.Task[None]) -> NoReturn:
+    """End the process without any more waiting: two would act, were the work waited for."""
+    log.critical("the operator ends at once: %s", part.exception())
+    logging.shutdown()
+    os._exit(1)
 
 
 async def _end(part: asyncio.Task[None]) -> None:
