@@ -44,7 +44,7 @@ _REQUEST = re.compile(
     rb"([A-Z]{1,16}) ([!$%&'()*+,\-./0-9:;=?@A-Z\[\]_a-z~]++) HTTP/1\.([01])" + _FIELDS
 )
 _RESPONSE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\t\x20-\x7e\x80-\xff]*+)?" + _FIELDS)
-_OTHER_VERSION = re.compile(rb"[A-Z]+ [\x21-\x7e]+ HTTP/[0-9]+(?:\.[0-9]+)?\r\n")
+_OTHER_VERSION = re.compile(rb"[A-Z]+ [\x21-\x7e]+ HTTP/(?!1\.[01]\r)[0-9]+(?:\.[0-9]+)?\r\n")
 _FIELD = re.compile(rb"\r\n([^:]++):[\t ]*+([^\r]*+)")
 _HOST = re.compile(rb"(?:[a-z0-9._~\-]+|\[[0-9a-f:.]+\])(?::[0-9]{1,5})?")
 _ABSOLUTE = re.compile(rb"https?://([^/?]+)(/.*)", re.IGNORECASE)

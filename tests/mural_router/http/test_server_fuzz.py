@@ -6,7 +6,7 @@ import asyncio
 from itertools import pairwise
 from typing import cast
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mural_router.http.exchange import Exchange, Plan
@@ -111,6 +111,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @settings(max_examples=300, deadline=None)
 @given(PIECES, st.lists(st.integers(0, 1000), max_size=6))
+@example([b"POST / HTTP/1.1\r\nhost: a\r\n", b"\n", b"x: a\r\n", b"\r\n"], [27])
 def test_the_pieces_in_which_bytes_come_make_no_difference(
     pieces: list[bytes], cuts: list[int]
 ) -> None:
