@@ -8,10 +8,10 @@ export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
 .DEFAULT_GOAL := help
-.PHONY: help install native native-router demo test test-full test-stores test-cluster cluster-test test-vllm test-peers lint format types imports check adapters bench docs clean
+.PHONY: help install native demo test test-full test-stores test-cluster cluster-test test-vllm test-peers lint format types imports check adapters bench docs clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Make .venv with everything at the pinned versions (about two minutes, 5 GB)
 
@@ -26,9 +26,6 @@ $(STAMP): pyproject.toml constraints.txt
 
 native: ## Build the native CPU operators anew (half a minute; needs g++ or clang++)
 	@MURAL_NATIVE=1 $(PYTHON) server/native/build.py
-
-native-router: $(STAMP) ## Compile the router's hot modules into build/router (a minute; needs a C compiler)
-	@$(BIN)/python router/native/build.py
 
 demo: $(STAMP) ## Serve SmolLM2 from two servers behind a router and show what happened
 	@$(BIN)/python examples/demo.py

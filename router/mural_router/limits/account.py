@@ -52,7 +52,7 @@ def check_sequences(limits: TenantLimits, sequences: int) -> None:
         )
 
 
-@dataclass
+@dataclass(slots=True)
 class Account:
     """A tenant's requests and tokens of the last minute, and its sequences that are open.
 

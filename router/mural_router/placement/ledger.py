@@ -10,7 +10,7 @@ from mural_router.placement.fleet import Fleet, Replica
 __all__ = ["LoadLedger", "Loads", "reported_loads"]
 
 
-@dataclass
+@dataclass(slots=True)
 class Loads:
     """Sequences that run or wait on each replica, as estimated."""
 
@@ -29,7 +29,7 @@ def reported_loads(fleet: Fleet) -> Loads:
     return Loads(by_name, sum(by_name[name] for name in fleet.accepting_names))
 
 
-@dataclass
+@dataclass(slots=True)
 class _Account:
     mine: int = 0
     """Sequences of this router in flight there."""

@@ -38,7 +38,7 @@ COUNTED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Where tokens are generated; the other paths use none."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RoutingOptions:
     """What may change while requests are on their way.
 

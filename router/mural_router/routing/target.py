@@ -104,7 +104,7 @@ class Targets:
         return allowed
 
 
-@dataclass
+@dataclass(slots=True)
 class _Allowed:
     principal: Principal
     """Held, so that no other one comes to have its identity."""
