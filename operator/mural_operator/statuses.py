@@ -74,22 +74,28 @@ class Statuses:
         while True:
             key = await self._queue.get()
             told = self._told.get(key)
-            if told is not None and told.write is not None and self._may_act():
-                told.queued, told.resting = False, True
-                await self._write(key, told, told.write)
+            if told is None or told.write is None:
+                continue
+            told.queued, told.resting = False, True
+            rest_s = SPACING_S
+            if self._may_act():
+                rest_s = await self._write(key, told, told.write)
+            # Else later: a renewal that comes late goes on with the same term.
+            asyncio.get_running_loop().call_later(rest_s, self._rested, key, told)
 
-    async def _write(self, key: str, told: _Told, write: Write) -> None:
+    async def _write(self, key: str, told: _Told, write: Write) -> float:
+        """How long to leave it alone then."""
         told.write = None
-        rest_s = SPACING_S
         try:
             await write()
         except KubeError as error:
             log.warning("the status of %s cannot be written: %s", key, error)
-            told.write, rest_s = told.write or write, RETRY_S
         except Exception:
             log.exception("the status of %s cannot be written", key)
-            told.write, rest_s = told.write or write, RETRY_S
-        asyncio.get_running_loop().call_later(rest_s, self._rested, key, told)
+        else:
+            return SPACING_S
+        told.write = told.write or write
+        return RETRY_S
 
     def _rested(self, key: str, told: _Told) -> None:
         told.resting = False

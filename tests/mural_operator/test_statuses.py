@@ -110,3 +110,13 @@ async def test_nothing_is_written_of_an_object_that_is_gone_or_when_this_one_may
     written.put("adapter c", "ready")
     await asyncio.sleep(0.05)
     assert written.writes == [("adapter b", "ready")]
+
+
+async def test_what_could_not_be_written_between_two_renewals_is_written_after_the_second(written):
+    written.may_act = False
+    written.put("adapter a", "ready")
+    # Taken from the queue, and not written.
+    await asyncio.sleep(0.05)
+    written.may_act = True
+    await written.until(lambda: written.writes)
+    assert written.writes == [("adapter a", "ready")]
