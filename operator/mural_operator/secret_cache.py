@@ -126,8 +126,15 @@ class SecretCache:
             return
         before = (kept.content, kept.trouble)
         try:
-            body = await self._client.get(SECRETS.named(self._namespace, name))
-            kept.content = _content(body)
+            path = SECRETS.named(self._namespace, name)
+        except ValueError as error:
+            # There is none of such a name, and there never will be.
+            kept.trouble, kept.known, kept.due_s = str(error), True, float("inf")
+            log.warning("the Secret %s cannot be read: %s", name, error)
+            self._changed()
+            return
+        try:
+            kept.content = _content(await self._client.get(path))
             kept.trouble, kept.known = "", True
         except KubeError as error:
             kept.trouble = error.message
@@ -136,7 +143,7 @@ class SecretCache:
             if error.status == 404:
                 kept.content = None
         except ValueError as error:
-            # No name of a Secret, no JSON, or no Base64: never with what was read in it.
+            # No JSON, or no Base64: never with what was read in it.
             kept.trouble = f"{type(error).__name__}: {error}"
         kept.read_s = self._now()
         kept.due_s = kept.read_s + (RETRY_S if kept.trouble else FRESH_S)

@@ -110,6 +110,15 @@ async def test_an_answer_is_known_and_an_outage_is_not(kept, status, known):
     assert kept.cache.knows({"a"}) == known
 
 
+async def test_a_name_that_no_secret_has_keeps_nobody_waiting(kept):
+    kept.api.secrets = {"a": {"token": "1"}}
+    kept.cache.want("tenants", {"a", ".", ".."})
+    await kept.until(lambda cache: cache.knows({"a", ".", ".."}))
+    assert kept.cache.contents == {"a": {"token": b"1"}}
+    assert "no name" in kept.cache.trouble("..")
+    assert kept.api.asked == ["a"]
+
+
 def a_spec(**more: object) -> PoolSpec:
     return PoolSpec(
         selector=Selector({"app": "server"}),
