@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC
 from typing import Literal
 
 from mural_operator.conditions import Condition
@@ -153,8 +152,8 @@ def _read(
         if isinstance(found, _BadKey):
             return found
         fields = found
-    if key.expires is not None:
-        fields["expires"] = key.expires.astimezone(UTC).isoformat()
+    if (expires := key.expires_utc) is not None:
+        fields["expires"] = expires.isoformat()
     try:
         return convert_key(where, fields)
     except InvalidInput as error:

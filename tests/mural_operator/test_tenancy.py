@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mural_operator.tenancy import Tenancy, secrets_named, tenancy
 from mural_resolvers.kubernetes.objects import Tenant, read_tenant
-from mural_resolvers.kubernetes.tenants import read_keys_json, tenants_config
+from mural_resolvers.kubernetes.tenants import inline_keys, read_keys_json, tenants_config
 from mural_resolvers.tenants import KeyRecord, hash_secret, mint_key
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
@@ -47,6 +47,23 @@ def test_keys_come_whole_or_hashed_from_secrets_or_hashed_from_the_object():
     )
     assert found.verdicts["mural/acme"].keys == 3
     assert told(found, "mural/acme")["KeysAccepted"][:2] == ("True", "Accepted")
+
+
+@pytest.mark.parametrize(
+    ("expires", "kept"),
+    [
+        ("9999-12-31T23:59:59-05:00", datetime.max.replace(tzinfo=UTC)),
+        ("0001-01-01T00:00:00+05:00", datetime.min.replace(tzinfo=UTC)),
+    ],
+)
+def test_a_key_that_expires_beyond_all_time_keeps_no_tenant_from_its_keys(expires, kept):
+    inline = {"id": "inlinekey", "sha256": "a" * 64, "expires": expires}
+    tenants = [make_tenant("acme", keys=[inline, WHOLE]), make_tenant("globex", 1, keys=[HASH])]
+    found = tenancy(tenants, SECRETS)
+    assert [key.expires for key in found.keys["acme"]] == [kept, None]
+    assert [key.id for key in found.keys["globex"]] == [OTHER.key_id]
+    assert inline_keys(tenants[0])[0].expires == kept
+    assert read_keys_json(found.keys_json())["globex"] == found.keys["globex"]
 
 
 def test_routers_let_in_who_holds_the_key():

@@ -237,6 +237,17 @@ class Key(msgspec.Struct, frozen=True, rename="camel"):
     sha256: str | None = None
     expires: datetime | None = None
 
+    @property
+    def expires_utc(self) -> datetime | None:
+        """``expires`` in UTC, or the end of time that it is beyond."""
+        if self.expires is None:
+            return None
+        try:
+            return self.expires.astimezone(UTC)
+        except OverflowError:
+            end = datetime.max if self.expires.year == datetime.max.year else datetime.min
+            return end.replace(tzinfo=UTC)
+
 
 class Limits(msgspec.Struct, frozen=True, rename="camel"):
     """What a tenant may use at most; None: no limit of its own."""

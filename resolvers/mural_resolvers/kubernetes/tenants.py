@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC
 
 import msgspec
 
@@ -77,7 +76,7 @@ def inline_keys(tenant: Tenant) -> tuple[KeyRecord, ...]:
 
 def _inline(where: str, key: Key) -> KeyRecord:
     record = convert_key(where, {"id": key.id, "sha256": key.sha256})
-    return record if key.expires is None else replace(record, expires=key.expires.astimezone(UTC))
+    return replace(record, expires=key.expires_utc)
 
 
 def _record(tenant: Tenant) -> TenantRecord:
