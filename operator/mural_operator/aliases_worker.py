@@ -6,6 +6,7 @@ from mural_operator.alias_verdict import AliasVerdict, alias_verdicts
 from mural_operator.pool_worker import Ground
 from mural_operator.worker import Worker
 from mural_resolvers.kubernetes.objects import AdapterAlias
+from mural_resolvers.kubernetes.paths import ADAPTER_ALIASES
 
 __all__ = ["AliasesWorker"]
 
@@ -32,6 +33,7 @@ class AliasesWorker(Worker):
             self._tell(alias, verdicts[alias.metadata.key])
         for gone in self._known - verdicts.keys():
             self._ground.statuses.forget(f"alias {gone}")
+            self._ground.writer.forget(ADAPTER_ALIASES, gone)
         self._known = frozenset(verdicts)
 
     def _tell(self, alias: AdapterAlias, found: AliasVerdict) -> None:

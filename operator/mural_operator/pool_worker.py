@@ -26,6 +26,7 @@ from mural_operator.worker import Worker
 from mural_operator.world import Pod, World
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import Adapter, AdapterSpec, PoolSpec, ServingPool
+from mural_resolvers.kubernetes.paths import ADAPTERS
 from mural_server.protocol import ControlError
 
 __all__ = ["Ground", "PoolWorker"]
@@ -166,7 +167,7 @@ class PoolWorker(Worker):
             state=state,
             listed=None if models is None else models.adapters,
             served=() if models is None else models.base_names,
-            error="it has no address yet" if follower is None else follower.error,
+            error="it has no address of its own yet" if follower is None else follower.error,
         )
         for name, refusal in self._refusals.of(uid).items():
             if refusal.status == LYING and pod.holds(name):
@@ -260,6 +261,7 @@ class PoolWorker(Worker):
             del self._reasons[key]
             self._ground.conditions.pop(key, None)
             self._ground.statuses.forget(f"adapter {key}")
+            self._ground.writer.forget(ADAPTERS, key)
 
     # -- being told -------------------------------------------------------------------------------
 

@@ -129,6 +129,11 @@ class StatusWriter:
         """A `Tenant`'s."""
         await self._write(TENANTS, "Tenant", tenant.metadata, {"keys": found.keys}, found)
 
+    def forget(self, resource: Resource, key: str) -> None:
+        """Keep nothing of an object that is gone, or somebody else's to write about."""
+        namespace, _, name = key.partition("/")
+        self._known.pop(resource.named(namespace, name), None)
+
     async def _write(
         self,
         resource: Resource,

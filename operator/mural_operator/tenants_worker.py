@@ -12,6 +12,7 @@ from mural_operator.tenancy import TenantVerdict, secrets_named, tenancy
 from mural_operator.worker import Worker
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import Tenant
+from mural_resolvers.kubernetes.paths import TENANTS
 
 __all__ = ["TenantsWorker"]
 
@@ -58,6 +59,7 @@ class TenantsWorker(Worker):
         ]
         for gone in self._generations.keys() - generations.keys():
             self._ground.statuses.forget(f"tenant {gone}")
+            self._ground.writer.forget(TENANTS, gone)
         self._generations = generations
         for name in secrets_named(changed):
             self._ground.secrets.suspect(name)

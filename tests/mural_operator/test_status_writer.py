@@ -24,6 +24,7 @@ from mural_resolvers.kubernetes.objects import (
     read_pool,
     read_tenant,
 )
+from mural_resolvers.kubernetes.paths import ADAPTERS
 
 READY = Condition("Ready", "True", "Ready", "Resident on 2 of 2 replicas.")
 LOADING = Condition("Ready", "False", "Loading", "Resident on 1 of 2 replicas.")
@@ -300,3 +301,13 @@ async def test_every_kind_has_its_fields(metrics: Metrics, clock: Clock) -> None
     told = {name: pool.status[name] for name in ("base", "specHash", "replicas", "readyReplicas")}
     assert told == {"base": "smol", "specHash": "abc", "replicas": 3, "readyReplicas": 2}
     assert (pool.status["ready"], pool.status["adapters"]) == ("2/3", 7)
+
+
+async def test_nothing_is_kept_of_an_object_that_is_gone(api: Api, writer: StatusWriter) -> None:
+    await writer.write_adapter(read_adapter(api.object), FOUND)
+    writer.forget(ADAPTERS, "team/a")
+    assert not writer._known
+    # One that is written about again is read first, as by a new leader.
+    api.asked.clear()
+    await writer.write_adapter(read_adapter(api.object), FOUND)
+    assert api.asked == ["get"]
