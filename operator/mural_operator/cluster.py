@@ -115,6 +115,8 @@ class Cluster:
         self._pods = Watch(client, PODS.of(namespace), read_pod, what="pods")
         self._by_pool = _ByPool()
         self._members: dict[str, tuple[KubePod, ...]] = {}
+        self._at_door: dict[tuple[str, int, int], KubePod] = {}
+        """The youngest pod of any pool at an address and its ports."""
         self._wakes: Wakes | None = None
         self._synced = asyncio.Event()
 
@@ -172,7 +174,8 @@ class Cluster:
         return self._members.get(pool, ())
 
     def targets(self, pool: ServingPool) -> tuple[Target, ...]:
-        """Where the pods of a pool are spoken to; one that has no address yet is not among them."""
+        """Where the pods of a pool are spoken to; one that has no address of its own is not among
+        them: the address of a pod that died with its node may be another one's already."""
         spec = pool.spec
         return tuple(
             Target(
@@ -184,7 +187,7 @@ class Cluster:
                 engine=spec.engine,
             )
             for pod in self.pods_of(pool.metadata.name)
-            if pod.address
+            if pod.address and self._at_door[_door(pool, pod)] is pod
         )
 
     @property
@@ -257,11 +260,15 @@ class Cluster:
     def _assign(self) -> None:
         """Give each pod to the oldest pool that selects it: two would undo each other's work."""
         members: dict[str, list[KubePod]] = {}
+        doors: dict[tuple[str, int, int], KubePod] = {}
         pools = sorted(self._pools.objects.values(), key=lambda pool: pool.metadata.age)
         for pod in sorted(self._pods.objects.values(), key=lambda pod: pod.metadata.name):
             owner = next((pool for pool in pools if _selects(pool, pod)), None)
             if owner is not None and not pod.ended:
                 members.setdefault(owner.metadata.name, []).append(pod)
+                door = _door(owner, pod)
+                doors[door] = max(pod, doors.get(door, pod), key=lambda one: one.metadata.age)
+        self._at_door = doors
         before = self._members
         self._members = {name: tuple(pods) for name, pods in members.items()}
         for name in before.keys() | self._members.keys():
@@ -339,6 +346,11 @@ def _paths(resource: Resource, watched: tuple[str, ...] | None) -> list[tuple[st
     if watched is None:
         return [(resource.all(), "")]
     return [(resource.of(namespace), f" of {namespace}") for namespace in watched]
+
+
+def _door(pool: ServingPool, pod: KubePod) -> tuple[str, int, int]:
+    """Where something listens. Of a node's own address more than one pod may make use."""
+    return (pod.address, pool.spec.port, pool.spec.control_port)
 
 
 def _selects(pool: ServingPool, pod: KubePod) -> bool:

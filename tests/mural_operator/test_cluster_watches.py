@@ -153,3 +153,25 @@ async def test_a_pod_is_of_the_oldest_pool_that_selects_it_and_an_ended_one_of_n
     assert [each.metadata.name for each in cluster.pods_of("young")] == ["a"]
     assert [each.metadata.name for each in cluster.pods_of("old")] == ["b"]
     assert cluster.pods_of("everything") == ()
+
+
+async def test_an_address_is_of_the_youngest_pod_that_has_it():
+    api = Api()
+    pools = [
+        a_pool("one", "2026-01-01T00:00:00Z", app="one"),
+        a_pool("two", "2026-01-01T00:00:00Z", app="two"),
+    ]
+    api.objects["servingpools"] = pools
+    dead, alive = a_pod("dead", {"app": "one"}), a_pod("alive", {"app": "two"})
+    ended, other = a_pod("ended", {"app": "two"}, phase="Failed"), a_pod("other", {"app": "else"})
+    times = ("2026-01-01", "2026-01-02", "2026-01-03", "2026-01-03")
+    for pod, day in zip((dead, alive, ended, other), times, strict=True):
+        pod["metadata"] |= {"uid": pod["metadata"]["name"], "creationTimestamp": f"{day}T00:00:00Z"}
+    api.objects["pods"] = [dead, alive, ended, other]
+    cluster, _ = await listed(api)
+    assert cluster.targets(cluster.pool("one")) == ()
+    assert [each.pod for each in cluster.targets(cluster.pool("two"))] == ["alive"]
+    # Of a node's address more than one may make use, each at its own port.
+    pools[0]["spec"] |= {"port": 9000, "controlPort": 9001}
+    cluster, _ = await listed(api)
+    assert [each.pod for each in cluster.targets(cluster.pool("one"))] == ["dead"]
