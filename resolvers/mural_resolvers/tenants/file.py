@@ -28,9 +28,7 @@ class TenantsFile(WatchedFile[_InForce]):
 
     def __init__(self, path: Path) -> None:
         """Read the file; raise ``InvalidInput`` when it is absent or wrong."""
-        super().__init__(
-            path, _parse, what="tenants file", max_bytes=MAX_FILE_BYTES, shown=_shown
-        )
+        super().__init__(path, _parse, what="tenants file", max_bytes=MAX_FILE_BYTES, shown=_shown)
 
     @property
     def config(self) -> TenantsConfig:
