@@ -14,8 +14,9 @@ from mural_resolvers.kubernetes.paths import SECRETS
 __all__ = ["ENTRY", "RouterKeys"]
 
 ENTRY: Final = "keys.json"
-CHECK_S: Final = 60.0
-"""So often it is looked at whether it still holds what was written."""
+CHECK_S: Final = 10.0
+"""So often it is looked at whether it still holds what was written: where someone has deleted it,
+every tenant of a key in a Secret is locked out until then."""
 
 
 class _Secret(msgspec.Struct):

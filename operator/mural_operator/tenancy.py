@@ -35,13 +35,16 @@ class Tenancy:
     namespaces: Mapping[str, frozenset[str]]
     """By tenant id, those that may declare its adapters and aliases."""
     keys: Mapping[str, tuple[KeyRecord, ...]]
-    """By tenant id."""
+    """By tenant id, all that are in force."""
+    from_secrets: Mapping[str, tuple[KeyRecord, ...]]
+    """Of those, what routers cannot read themselves."""
     verdicts: Mapping[str, TenantVerdict]
     """By ``namespace/name``."""
 
     def keys_json(self) -> bytes:
-        """What the routers' Secret holds."""
-        return keys_json(self.keys)
+        """What the routers' Secret holds. Keys that stand in an object are not among them: taken
+        out of it, they must stop at once, whether an operator runs or not."""
+        return keys_json(self.from_secrets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def tenancy(
     every = sorted(tenants, key=lambda tenant: tenant.metadata.age)
     _, refused = tenants_config(every, {})
     keys: dict[str, tuple[KeyRecord, ...]] = {}
+    from_secrets: dict[str, tuple[KeyRecord, ...]] = {}
     verdicts: dict[str, TenantVerdict] = {}
     seen: dict[str, str] = {}
     for tenant in every:
@@ -78,10 +82,10 @@ def tenancy(
         if why is not None:
             verdicts[tenant.metadata.key] = _refused(tenant, why, keys)
             continue
-        own, bad = _keys(tenant, secrets, seen)
-        keys[tenant.id] = own
-        verdicts[tenant.metadata.key] = _accepted(own, bad)
-    return Tenancy(namespaces_of(every), keys, verdicts)
+        inline, held, bad = _keys(tenant, secrets, seen)
+        keys[tenant.id], from_secrets[tenant.id] = inline + held, held
+        verdicts[tenant.metadata.key] = _accepted(keys[tenant.id], bad)
+    return Tenancy(namespaces_of(every), keys, from_secrets, verdicts)
 
 
 def _refused(tenant: Tenant, why: str, accepted: Mapping[str, object]) -> TenantVerdict:
@@ -120,8 +124,10 @@ def _accepted(keys: tuple[KeyRecord, ...], bad: list[_BadKey]) -> TenantVerdict:
 
 def _keys(
     tenant: Tenant, secrets: Mapping[str, Mapping[str, bytes] | None], seen: dict[str, str]
-) -> tuple[tuple[KeyRecord, ...], list[_BadKey]]:
-    good: list[KeyRecord] = []
+) -> tuple[tuple[KeyRecord, ...], tuple[KeyRecord, ...], list[_BadKey]]:
+    """Those in the object, those in Secrets, and what is wrong with the others."""
+    inline: list[KeyRecord] = []
+    held: list[KeyRecord] = []
     bad: list[_BadKey] = []
     for at, key in enumerate(tenant.spec.keys):
         record = _read(at, key, secrets)
@@ -135,10 +141,10 @@ def _keys(
             )
         if isinstance(record, KeyRecord):
             seen[record.id] = tenant.id
-            good.append(record)
+            (inline if key.secret_ref is None else held).append(record)
         else:
             bad.append(record)
-    return tuple(good), bad
+    return tuple(inline), tuple(held), bad
 
 
 def _read(

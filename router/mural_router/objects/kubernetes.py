@@ -128,12 +128,15 @@ class KubernetesObjects(Objects):
 
     def _keys_of(self, tenants: Sequence[Tenant]) -> Keys:
         """Those of the Secret, and those that stand in the objects: they need no operator."""
-        found = {tenant: list(keys) for tenant, keys in self._keys_of_secret.items()}
+        found: dict[str, list[KeyRecord]] = {}
         for tenant in tenants:
             try:
                 found.setdefault(tenant.id, []).extend(inline_keys(tenant))
             except InvalidInput as error:
                 self._bad_keys[tenant.metadata.key] = error.message
+        for held_by, keys in self._keys_of_secret.items():
+            # Last, so that of two with one id this one counts: the operator has chosen it.
+            found.setdefault(held_by, []).extend(keys)
         return found
 
     def _adapter_changed(self, watch: Watch[Adapter]) -> Changed:
