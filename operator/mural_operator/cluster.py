@@ -20,6 +20,7 @@ from mural_resolvers.kubernetes.objects import (
     ObjectMeta,
     ServingPool,
     Tenant,
+    TenantSpec,
     read_adapter,
     read_alias,
     read_pool,
@@ -36,7 +37,16 @@ from mural_resolvers.kubernetes.paths import (
 from mural_resolvers.kubernetes.tenants import namespaces_of
 from mural_resolvers.kubernetes.watch import Watch, from_json
 
-__all__ = ["Cluster", "KubePod", "Unreadable", "Wakes", "read_adapter_or_not", "read_pod"]
+__all__ = [
+    "Cluster",
+    "KubePod",
+    "Unreadable",
+    "UnreadableTenant",
+    "Wakes",
+    "read_adapter_or_not",
+    "read_pod",
+    "read_tenant_or_not",
+]
 
 ENDED: Final = frozenset({"Succeeded", "Failed"})
 
@@ -70,6 +80,16 @@ class Unreadable:
     metadata: ObjectMeta
     pool: str
     """Empty: it does not say."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadableTenant:
+    """A Tenant of which not all can be read: who it is and where it may declare still holds, so
+    that its adapters stay and no younger object takes its place."""
+
+    tenant: Tenant
+    """No more than that."""
     message: str
 
 
@@ -111,7 +131,7 @@ class Cluster:
         self._pools = Watch(
             client, SERVING_POOLS.of(namespace), from_json(read_pool), what="serving pools"
         )
-        self._tenants = Watch(client, TENANTS.of(namespace), from_json(read_tenant), what="tenants")
+        self._tenants = Watch(client, TENANTS.of(namespace), read_tenant_or_not, what="tenants")
         self._pods = Watch(client, PODS.of(namespace), read_pod, what="pods")
         self._by_pool = _ByPool()
         self._members: dict[str, tuple[KubePod, ...]] = {}
@@ -167,7 +187,13 @@ class Cluster:
     @property
     def tenants(self) -> tuple[Tenant, ...]:
         """All that can be read."""
-        return tuple(self._tenants.objects.values())
+        return tuple(each for each in self._tenants.objects.values() if isinstance(each, Tenant))
+
+    @property
+    def unreadable_tenants(self) -> tuple[UnreadableTenant, ...]:
+        """The others."""
+        every = self._tenants.objects.values()
+        return tuple(each for each in every if isinstance(each, UnreadableTenant))
 
     def pods_of(self, pool: str) -> tuple[KubePod, ...]:
         """The pods of a pool, by name: those that its labels select and no older pool does."""
@@ -250,7 +276,8 @@ class Cluster:
         self._wake_pool("" if key is None else key.partition("/")[2])
 
     def _tenant(self, key: str | None) -> None:
-        before, self.namespaces = self.namespaces, namespaces_of(self._tenants.objects.values())
+        known = (*self.tenants, *(each.tenant for each in self.unreadable_tenants))
+        before, self.namespaces = self.namespaces, namespaces_of(known)
         if self._wakes is not None:
             self._wakes.tenants()
         if self.namespaces != before:
@@ -390,6 +417,27 @@ def read_adapter_or_not(data: bytes) -> Adapter | Unreadable:
             metadata = msgspec.convert(fields, _Meta).metadata
             return Unreadable(metadata, "", error.message)
         return Unreadable(named.metadata, named.spec.pool, error.message)
+
+
+class _Owner(msgspec.Struct):
+    tenant: str | None = None
+    namespaces: tuple[str, ...] = ()
+
+
+class _OwnerOnly(msgspec.Struct):
+    metadata: ObjectMeta
+    spec: _Owner = msgspec.field(default_factory=_Owner)
+
+
+def read_tenant_or_not(data: bytes) -> Tenant | UnreadableTenant:
+    """Read a Tenant's JSON; raise ValueError where not even who it is can be read."""
+    fields: object = msgspec.json.decode(data)
+    try:
+        return read_tenant(fields)
+    except MuralError as error:
+        found = msgspec.convert(fields, _OwnerOnly)
+        spec = TenantSpec(tenant=found.spec.tenant, namespaces=found.spec.namespaces)
+        return UnreadableTenant(Tenant(found.metadata, spec), error.message)
 
 
 class _Condition(msgspec.Struct):

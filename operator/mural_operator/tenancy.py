@@ -13,7 +13,7 @@ from mural_resolvers.kubernetes.objects import Key, SecretKey, Tenant
 from mural_resolvers.kubernetes.tenants import keys_json, namespaces_of, tenants_config
 from mural_resolvers.tenants import KeyRecord, convert_key, hash_key
 
-__all__ = ["Tenancy", "TenantVerdict", "secrets_named", "tenancy"]
+__all__ = ["Tenancy", "TenantVerdict", "secrets_named", "tenancy", "unreadable"]
 
 MAX_ENTRY_BYTES = 1024
 
@@ -90,6 +90,15 @@ def tenancy(
 
 def _refused(tenant: Tenant, why: str, accepted: Mapping[str, object]) -> TenantVerdict:
     reason = "Conflict" if tenant.id in accepted else "Malformed"
+    return _not_accepted(reason, why)
+
+
+def unreadable(why: str) -> TenantVerdict:
+    """Of an object that a schema of another day let through."""
+    return _not_accepted("Malformed", why)
+
+
+def _not_accepted(reason: str, why: str) -> TenantVerdict:
     return TenantVerdict(
         (
             Condition("Accepted", "False", reason, why),

@@ -8,7 +8,7 @@ from typing import Final
 
 from mural_operator.pool_worker import Ground
 from mural_operator.router_keys import RouterKeys
-from mural_operator.tenancy import TenantVerdict, secrets_named, tenancy
+from mural_operator.tenancy import TenantVerdict, secrets_named, tenancy, unreadable
 from mural_operator.worker import Worker
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import Tenant
@@ -31,10 +31,13 @@ class TenantsWorker(Worker):
         self._generations: dict[str, tuple[str, int]] = {}
 
     async def step(self) -> None:
-        tenants, secrets = self._ground.cluster.tenants, self._ground.secrets
+        cluster, secrets = self._ground.cluster, self._ground.secrets
+        tenants, others = cluster.tenants, cluster.unreadable_tenants
         names = secrets_named(tenants)
         secrets.want(self.name, names)
-        self._note_changes(tenants)
+        self._note_changes((*tenants, *(each.tenant for each in others)))
+        for each in others:
+            self._tell(each.tenant, unreadable(each.message))
         if not secrets.knows(names):
             # Half of the keys would lock out the tenants of the others.
             return
