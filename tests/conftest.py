@@ -205,4 +205,7 @@ async def cluster(
     monkeypatch.setenv("KUBECONFIG", control_plane.environment["KUBECONFIG"])
     name = f"test-{abs(hash(request.node.nodeid)) % 10**9}"
     await control_plane.kubectl("create", "namespace", name)
+    # Pods wait for it; after a test that killed the API server it takes a while.
+    account = ("--for=create", "serviceaccount/default", "--timeout=60s")
+    await control_plane.kubectl("--namespace", name, "wait", *account)
     return replace(control_plane, namespace=name)

@@ -342,6 +342,49 @@ async def test_routers_are_handed_hashes_of_keys_and_the_tenant_is_told(kube):
         assert "AAAABBBB" in told
 
 
+async def test_an_api_server_that_dies_takes_no_adapter_along_and_is_told_the_truth_then(
+    kube, cluster
+):
+    servers = await kube.pods(3)
+    await kube.pool()
+    names = [f"v{at}" for at in range(20)]
+    async with kube.operator() as operator:
+        for name in names:
+            await kube.adapter(name, placement={"replicas": 2})
+        # In the midst of it, and again when all is well.
+        for _ in range(2):
+            await asyncio.to_thread(cluster.kill_api_server)
+            lost = [(server, name) for server in servers for name in list(server.resident)[:2]]
+            for server, name in lost:
+                server.lose(name, level=None)
+            await asyncio.to_thread(cluster.start)
+            for server, name in lost:
+                await server.until(lambda one, name=name: name in one.resident)
+            found = await kube.ready(*names)
+            assert {found[name]["status"]["ready"] for name in names} == {"2/2"}
+        assert sum(server.count("remove") for server in servers) == 0
+        # Five watches go on where they were, or list once more.
+        assert operator.client.calls["list"] <= 4 * 5
+        await kube.delete("Adapter", "v0")
+        await kube.adapters.until(lambda found: "v0" not in found)
+
+
+async def test_a_status_that_someone_else_writes_is_mended(kube):
+    await kube.pods(1)
+    await kube.pool()
+    async with kube.operator():
+        await kube.adapter("v1")
+        truth = (await kube.ready("v1"))["v1"]["status"]
+        lies = {"desiredReplicas": 999, "ready": "9/9", "conditions": [], "replicas": []}
+        path = ADAPTERS.status(kube.namespace, "v1")
+        await kube.client.patch(path, {"status": lies | {"digest": None}})
+        found = await kube.adapters.until(
+            lambda found: found["v1"]["status"].get("ready") == "1/1" and ready(found, "v1")
+        )
+        # Since when it is Ready is not known any more.
+        assert found["v1"]["status"] | {"conditions": truth["conditions"]} == truth
+
+
 async def test_at_rest_nothing_is_written(kube):
     servers = await kube.pods(2)
     await kube.pool()
