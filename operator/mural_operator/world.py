@@ -10,7 +10,10 @@ from mural_resolvers.kubernetes.objects import Adapter, ServingPool
 from mural_router.placement import Base, Fleet, Replica, agreed_base, base_names
 from mural_server.protocol import AdapterStatus, Snapshot
 
-__all__ = ["Pod", "Refusal", "World"]
+__all__ = ["MAX_WAIT_S", "Pod", "Refusal", "World"]
+
+MAX_WAIT_S = 90.0
+"""No refusal is waited on for longer: one that seems to be is of before the clock was set back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class Pod:
     def waits(self, name: str, now: float) -> bool:
         """Whether it has refused something of the adapter, and is not to be asked again yet."""
         refusal = self.refusals.get(name)
-        return refusal is not None and now < refusal.retry_at
+        return refusal is not None and now < refusal.retry_at <= now + MAX_WAIT_S
 
 
 @dataclass(frozen=True)

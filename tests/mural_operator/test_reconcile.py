@@ -122,6 +122,13 @@ def test_what_a_pod_refuses_is_not_in_its_declared_set_and_is_tried_again_in_tim
     ]
 
 
+def test_a_clock_that_is_set_back_keeps_nothing_waiting_for_hours():
+    adapter = kept(make_adapter("v1"))
+    refusing = pod("a", refusals={V1: Refusal(404, "none", NOW + 60)})
+    assert actions_on([adapter], [refusing]) == ()
+    assert [type(each) for each in actions_on([adapter], [refusing], now=NOW - 3600)] == [Load]
+
+
 def test_a_pod_that_drains_or_terminates_or_is_not_heard_is_left_in_peace():
     draining = pod("a", state=make_state(V1, declared=[V1], accepting=False))
     assert actions_on([], [draining]) == ()
@@ -194,9 +201,9 @@ def test_a_deleted_object_waits_for_the_unload_and_not_longer():
     gone = deleted(make_adapter("v1"))
     assert actions_on([gone], [pod("a", V1, declared=[V1])]) == (Unload("a", V1),)
     assert RemoveFinalizer(gone) in actions_on([gone], [pod("a")])
-    stuck = pod("a", V1, declared=[V1], refusals={V1: Refusal(0, "silence", NOW + 900)})
+    stuck = pod("a", V1, declared=[V1], refusals={V1: Refusal(0, "silence", NOW + 60)})
     assert actions_on([gone], [stuck]) == ()
-    assert actions_on([gone], [stuck], now=NOW + 120) == (RemoveFinalizer(gone),)
+    assert RemoveFinalizer(gone) in actions_on([gone], [stuck], now=NOW + 120)
 
 
 def test_a_deletion_finds_what_a_refusal_had_kept_out_of_the_declared_set():
