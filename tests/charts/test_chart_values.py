@@ -230,3 +230,31 @@ def test_settings_of_the_own_engine_are_refused_for_vllm(
     refusal: RefusalOf, values: dict[str, Any], sentence: str
 ) -> None:
     assert sentence in refusal(values, preset="rag")
+
+
+def with_each(values: object, text: str) -> Iterator[object]:
+    """Values of which one that is a text or a list holds this text; the others are left out."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            yield from ({name: each} for each in with_each(value, text))
+    elif isinstance(values, str | list):
+        yield text if isinstance(values, str) else [text]
+
+
+def test_no_text_breaks_out_of_its_place(
+    helm: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    hostile = 'a"b\'\n- x: {{ y }}\nz: "'
+
+    def kinds(values: object) -> list[tuple[str, str]] | None:
+        """None: refused by the schema or in a sentence."""
+        done = helm("template", "a", str(CHART), "--values", "-", told=json.dumps(values))
+        assert "YAML parse error" not in done.stderr, (values, done.stderr)
+        if done.returncode != 0:
+            return None
+        found = (each for each in yaml.safe_load_all(done.stdout) if each)
+        return [(each["kind"], each["metadata"]["name"]) for each in found]
+
+    usual = kinds({})
+    for values in with_each(VALUES, hostile):
+        assert kinds(values) in (None, usual), values
