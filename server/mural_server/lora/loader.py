@@ -53,7 +53,7 @@ from mural_server.lora.loader_protocol import (
     Start,
 )
 from mural_server.lora.model import LoRAModel
-from mural_server.lora.shared_payload import take_over
+from mural_server.lora.shared_payload import check_sealed
 
 __all__ = ["AdapterLoader", "LoaderLimits"]
 
@@ -194,19 +194,26 @@ class AdapterLoader:
     def _run(self) -> None:
         if self._eager:
             self._start_early()
-        while (job := self._jobs.get()) is not None:
-            if not job.future.set_running_or_notify_cancel():
-                continue
-            try:
-                job.run()
-            except MuralError as error:
-                job.future.set_exception(error)
-            except Exception as error:
-                logger.exception("loading adapter %r failed", job.lora.lora_name)
-                self._child.kill()
-                unavailable = Unavailable("The adapter could not be loaded.")
-                unavailable.__cause__ = error
-                job.future.set_exception(unavailable)
+        while self._do(self._jobs.get()):
+            pass
+
+    def _do(self, job: _Job | None) -> bool:
+        """One job. A call of its own: what was loaded is not kept while the next is waited for."""
+        if job is None:
+            return False
+        if not job.future.set_running_or_notify_cancel():
+            return True
+        try:
+            job.run()
+        except MuralError as error:
+            job.future.set_exception(error)
+        except Exception as error:
+            logger.exception("loading adapter %r failed", job.lora.lora_name)
+            self._child.kill()
+            unavailable = Unavailable("The adapter could not be loaded.")
+            unavailable.__cause__ = error
+            job.future.set_exception(unavailable)
+        return True
 
     def _start_early(self) -> None:
         """Start the child before the first load; one that cannot start is told again then."""
@@ -373,12 +380,16 @@ def _receive(
     try:
         if header.num_bytes <= 0 or (limit is not None and header.num_bytes > limit):
             raise ChannelClosed("a payload that was not agreed on")
-        memory = take_over(descriptor, header.num_bytes)
+        check_sealed(descriptor, header.num_bytes)
+        # Private: what is written there is nobody else's. Unlike Python's mmap it keeps no
+        # descriptor, of which a process has fewer than it may have adapters.
+        payload = torch.from_file(
+            f"/dev/fd/{descriptor}", shared=False, size=header.num_bytes, dtype=torch.uint8
+        )
     except ValueError as error:
         raise ChannelClosed(str(error)) from None
     finally:
         os.close(descriptor)
-    payload = torch.frombuffer(memory, dtype=torch.uint8)
     return LoRAModel.from_payload(header, payload, lora.lora_int_id)
 
 

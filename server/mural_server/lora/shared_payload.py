@@ -15,7 +15,7 @@ import numpy as np
 
 from mural_server.lora.checkpoint import Bytes
 
-__all__ = ["SharedPayload", "take_over"]
+__all__ = ["SharedPayload", "check_sealed"]
 
 _HAS_MEMFD = hasattr(os, "memfd_create")
 _SEALS = (
@@ -66,8 +66,8 @@ def _memory_file() -> int:
         return os.dup(file.fileno())
 
 
-def take_over(descriptor: int, num_bytes: int) -> mmap.mmap:
-    """The parent's side: the block as memory of its own. The descriptor stays the caller's.
+def check_sealed(descriptor: int, num_bytes: int) -> None:
+    """The parent's side, before it maps what was sent.
 
     Raises ``ValueError`` unless it has this size and can change no more: the other side has read
     what strangers upload.
@@ -76,5 +76,3 @@ def take_over(descriptor: int, num_bytes: int) -> mmap.mmap:
         raise ValueError("the memory does not have the size that was said")
     if _HAS_MEMFD and fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise ValueError("the memory is not sealed")
-    # Private: what the parent writes there is nobody else's.
-    return mmap.mmap(descriptor, num_bytes, flags=mmap.MAP_PRIVATE)

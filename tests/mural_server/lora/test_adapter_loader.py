@@ -71,6 +71,25 @@ def test_a_load_gives_what_reading_in_this_process_gives(lab, folders, start):
             assert weights.scaling == here.loras[module].scaling
 
 
+def test_a_loaded_adapter_keeps_no_descriptor_and_goes_with_its_last_tensor(folders, start):
+    loader = start()
+    first = loader.submit(wanted(folders["good"])).result(WAIT_S)
+    before = len(os.listdir("/proc/self/fd"))
+    more = [loader.submit(wanted(folders["good"], i)).result(WAIT_S) for i in range(2, 6)]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("mural-adapter")
+
+    assert mapped() == 5
+    weights = next(iter(first.loras.values()))
+    kept = weights.lora_a[0].clone()
+    weights.lora_a.zero_()
+    assert torch.equal(next(iter(more[0].loras.values())).lora_a[0], kept)
+    del more
+    assert mapped() == 1
+
+
 def test_refusals_keep_their_class_and_reason(folders, start):
     loader = start()
     with pytest.raises(UnusableAdapter, match="has no adapter_config"):
