@@ -552,7 +552,7 @@ def test_a_load_waits_for_its_turn_where_all_places_are_in_use(engine) -> None:
 
 def test_a_pin_that_is_refused_loads_nothing(engine) -> None:
     machine = engine((1, 3))
-    machine.load(NAMES[0], "host", pinned=True)
+    machine.load(NAMES[0], "slot", pinned=True)
     machine.serve(2)
     assert [type(reply) for reply in machine.replies] == [CallError]
     assert machine.core.stats().adapters == []

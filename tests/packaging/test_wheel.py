@@ -15,6 +15,7 @@ PACKAGES = {
     "mural_resolvers": ROOT / "resolvers",
     "mural_server": ROOT / "server",
     "mural_router": ROOT / "router",
+    "mural_operator": ROOT / "operator",
 }
 
 
