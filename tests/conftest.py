@@ -90,12 +90,34 @@ class Cluster:
 
     def start(self) -> None:
         """Start what does not run, on the data that is there."""
+        for each in self._dead():
+            # Where nobody waits for it, a program that has ended looks as if it ran.
+            each.unlink()
         subprocess.run(
             [self.folder / "up", "control-plane", "1"],
             env=self.environment,
             check=True,
             timeout=300,
         )
+
+    def mend(self) -> None:
+        """Start again what an API server that was killed has taken along."""
+        if self._dead():
+            self.start()
+
+    def _dead(self) -> list[Path]:
+        """The files of the programs that have ended."""
+        import psutil
+
+        def runs(file: Path) -> bool:
+            try:
+                pid = int(file.read_text().split()[0])
+                return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+            except (psutil.NoSuchProcess, IndexError):
+                return False
+
+        folder = self.state / "run"
+        return [file for file in folder.glob("k*") if not runs(file)] if folder.is_dir() else []
 
     def kill_api_server(self) -> None:
         """SIGKILL, and wait for its end. `start` brings it back."""
@@ -203,6 +225,7 @@ async def cluster(
 ) -> Cluster:
     """The control plane, with a namespace of the test's own, and KUBECONFIG set."""
     monkeypatch.setenv("KUBECONFIG", control_plane.environment["KUBECONFIG"])
+    await asyncio.to_thread(control_plane.mend)
     name = f"test-{abs(hash(request.node.nodeid)) % 10**9}"
     await control_plane.kubectl("create", "namespace", name)
     # Pods wait for it; after a test that killed the API server it takes a while.
