@@ -42,7 +42,7 @@ test-full: $(STAMP) ## Run the slow suites and whole matrices that `make test` l
 test-stores: $(STAMP) ## Run the resolvers against real S3 servers and a fault proxy (builds them: needs Go)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m stores --timeout=600
 
-test-cluster: $(STAMP) ## Run discovery against a real Kubernetes API server (builds it where MURAL_CLUSTER_DIR says: needs Go)
+test-cluster: $(STAMP) ## Run operator, routers, CRDs and chart against a real Kubernetes API server (builds it where MURAL_CLUSTER_DIR says: needs Go)
 	@if [ -x "$$MURAL_CLUSTER_DIR/build" ]; then "$$MURAL_CLUSTER_DIR/build" control-plane; fi
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster --timeout=300
 
