@@ -290,7 +290,6 @@ def test_an_adapter_is_back_after_its_servers_death_and_its_status_told_the_trut
     figure("server killed → status says that a replica is lost", f"{noticed:.1f} s")
     figure("server killed → an adapter of one replica resident again", _first_back(one, killed))
     figure("server killed → an adapter of two replicas back on both", _first_back(two, killed))
-    print([state["status"]["ready"] for state in two.since(killed)])
     client = mural.client("globex")
     (each, *_) = expected()["globex:v1"]
     assert answer(client, "globex:v1", each["prompt"]) == each["expected"]
