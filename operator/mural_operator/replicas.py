@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, suppress
@@ -33,6 +32,14 @@ from mural_server.protocol import (
     apply,
     decode_event,
 )
+from mural_server.protocol.caution import (
+    MAX_ADAPTERS,
+    MAX_READ_BYTES,
+    EventBudget,
+    count,
+    rate,
+    ratio,
+)
 
 __all__ = [
     "Follower",
@@ -54,14 +61,6 @@ RETRY_MOST_S: Final = 2.0
 STEADY_S: Final = 5.0
 """A stream that held so long is tried again at once after it breaks."""
 MODELS_INTERVAL_S: Final = 2.0
-MAX_EVENT_BYTES: Final = 8 << 20
-"""A snapshot takes about 250 bytes a name."""
-MAX_ADAPTERS: Final = 20_000
-MAX_COUNT: Final = 1 << 50
-MAX_RATE: Final = 1e9
-EVENTS_PER_S: Final = 20.0
-"""What is read of one pod; a server sends at most four. The rest waits in its own buffers."""
-BURST: Final = 40.0
 
 Changed = Callable[[bool], None]
 """Told after each change; True: of load alone."""
@@ -177,11 +176,11 @@ class MuralFollower(Follower):
             timeout_s=CONNECT_TIMEOUT_S,
             load_timeout_s=LOAD_TIMEOUT_S,
             idle_timeout_s=self._stale_after_s,
-            max_event_bytes=MAX_EVENT_BYTES,
+            max_event_bytes=MAX_READ_BYTES,
         )
 
     async def _follow(self) -> None:
-        budget = _Budget(self._now())
+        budget = EventBudget(self._now)
         # Nothing would come of a state that is kept but not trusted until it changes: ask for it.
         known = None if self.state is None else self._raw
         events = self.client().raw_events(None if known is None else known.seq)
@@ -194,7 +193,7 @@ class MuralFollower(Follower):
                     self._raw = None
                     raise
                 # One that talks without end is read slowly: it costs the others nothing.
-                await budget.spend(self._now())
+                await budget.spend(len(data))
 
     def _take(self, event: StateEvent) -> None:
         before = self._raw
@@ -317,21 +316,6 @@ async def _run(follower: Follower) -> None:
             await asyncio.sleep(backoff.next_s())
 
 
-class _Budget:
-    """Events that may be read: `EVENTS_PER_S`, a `BURST` of them at once."""
-
-    def __init__(self, now: float) -> None:
-        self._left = BURST
-        self._at = now
-
-    async def spend(self, now: float) -> None:
-        """Pay for an event that was read; wait until it is covered."""
-        self._left = min(BURST, self._left + (now - self._at) * EVENTS_PER_S) - 1.0
-        self._at = now
-        if self._left < 0:
-            await asyncio.sleep(-self._left / EVENTS_PER_S)
-
-
 # -- what they say, in the operator's words -------------------------------------------------------
 
 
@@ -363,29 +347,21 @@ def _clean(name: str, status: AdapterStatus) -> AdapterStatus:
     return msgspec.structs.replace(
         status,
         name=name,
-        rank=_count(status.rank),
-        bytes=_count(status.bytes),
-        requests=_count(status.requests),
-        load=_rate(status.load),
+        rank=count(status.rank),
+        bytes=count(status.bytes),
+        requests=count(status.requests),
+        load=rate(status.load),
     )
 
 
 def _clean_load(load: Load) -> Load:
     return Load(
-        running=_count(load.running),
-        waiting=_count(load.waiting),
-        paused=_count(load.paused),
-        kv_usage=min(_rate(load.kv_usage), 1.0),
-        tokens_per_s=_rate(load.tokens_per_s),
+        running=count(load.running),
+        waiting=count(load.waiting),
+        paused=count(load.paused),
+        kv_usage=ratio(load.kv_usage),
+        tokens_per_s=rate(load.tokens_per_s),
     )
-
-
-def _count(value: int) -> int:
-    return min(max(value, 0), MAX_COUNT)
-
-
-def _rate(value: float) -> float:
-    return min(max(value, 0.0), MAX_RATE) if math.isfinite(value) else 0.0
 
 
 def _is_load_only(before: Snapshot, event: StateEvent) -> bool:

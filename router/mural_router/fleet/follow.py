@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
 
 from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follower import Follower, Listener, TlsContext
-from mural_router.fleet.report import (
-    MAX_ADAPTERS,
-    Report,
-    count,
-    exact_name,
-    rate,
-    ratio,
-    residency,
-)
+from mural_router.fleet.report import Report, exact_name, residency
 from mural_router.placement import Residency, base_names
 from mural_server.protocol import (
     AdapterStatus,
@@ -30,37 +21,20 @@ from mural_server.protocol import (
     StateGap,
     decode_event,
 )
+from mural_server.protocol.caution import (
+    MAX_ADAPTERS,
+    MAX_READ_BYTES,
+    EventBudget,
+    count,
+    rate,
+    ratio,
+)
 
 __all__ = ["MuralFollower", "StateReader"]
 
 CONNECT_TIMEOUT_S = 3.0
-MAX_EVENT_BYTES = 8 << 20
-"""A snapshot takes about 250 bytes a name."""
-EVENTS_PER_S = 20.0
-"""What is read of one server; it sends at most four. The rest waits in its own buffers."""
-BURST = 40.0
-BYTES_PER_EVENT = 64 << 10
-"""So many bytes in one event cost its server as much as another event."""
 NAMES_AT_A_TIME = 100
 """Taken over between two turns of the loop: less than a millisecond."""
-
-
-class Budget:
-    """Events that may be read: ``EVENTS_PER_S``, a ``BURST`` of them at once."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left = BURST
-        self._at = clock()
-
-    async def spend(self, num_bytes: int) -> None:
-        """Pay for an event that was read; wait until it is covered."""
-        now = self._clock()
-        self._left = min(BURST, self._left + (now - self._at) * EVENTS_PER_S)
-        self._at = now
-        self._left -= 1.0 + num_bytes / BYTES_PER_EVENT
-        if self._left < 0:
-            await asyncio.sleep(-self._left / EVENTS_PER_S)
 
 
 class StateReader:
@@ -202,7 +176,7 @@ class MuralFollower(Follower):
         self._backoff = Backoff(self.RETRY_FIRST_S, self.RETRY_MOST_S)
 
     async def run(self) -> None:
-        budget = Budget(asyncio.get_running_loop().time)
+        budget = EventBudget(asyncio.get_running_loop().time)
         while True:
             try:
                 await self._follow(budget)
@@ -213,7 +187,7 @@ class MuralFollower(Follower):
                 self._listener.lost(error.message, refused=error.refused)
                 await asyncio.sleep(self._backoff.next_s())
 
-    async def _follow(self, budget: Budget) -> None:
+    async def _follow(self, budget: EventBudget) -> None:
         began = asyncio.get_running_loop().time()
         async with aclosing(self._client().raw_events(self._reader.since)) as events:
             async for data in events:
@@ -236,5 +210,5 @@ class MuralFollower(Follower):
             timeout_s=CONNECT_TIMEOUT_S,
             load_timeout_s=CONNECT_TIMEOUT_S,
             idle_timeout_s=self._idle_timeout_s,
-            max_event_bytes=MAX_EVENT_BYTES,
+            max_event_bytes=MAX_READ_BYTES,
         )

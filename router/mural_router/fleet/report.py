@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,21 +11,13 @@ from mural_resolvers.errors import MalformedName
 from mural_resolvers.names import parse_name, validate_admin_name
 from mural_router.placement import Base, Residency
 from mural_server.protocol import AdapterStatus
+from mural_server.protocol.caution import count, rate
 
 __all__ = [
-    "MAX_ADAPTERS",
     "Report",
-    "count",
     "exact_name",
-    "rate",
-    "ratio",
     "residency",
 ]
-
-MAX_ADAPTERS = 20_000
-"""Names kept of one replica; about 10 MB."""
-MAX_COUNT = 1 << 50
-MAX_RATE = 1e9
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -84,18 +75,3 @@ def residency(status: AdapterStatus) -> Residency:
         requests=count(status.requests),
         load=rate(status.load),
     )
-
-
-def count(value: int) -> int:
-    """Within what sums and products stay sane."""
-    return min(max(value, 0), MAX_COUNT)
-
-
-def rate(value: float) -> float:
-    """A rate that is finite and not negative."""
-    return min(max(value, 0.0), MAX_RATE) if math.isfinite(value) else 0.0
-
-
-def ratio(value: float) -> float:
-    """Between 0 and 1."""
-    return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0

@@ -9,9 +9,10 @@ import msgspec
 from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follower import Follower, Listener, TlsContext
-from mural_router.fleet.report import Report, rate
+from mural_router.fleet.report import Report
 from mural_router.fleet.vllm_metrics import PodMetrics, read_metrics
 from mural_router.placement import base_names
+from mural_server.protocol.caution import rate
 from mural_server.protocol.exchange import ExchangeError, exchange
 
 __all__ = ["VLLMFollower"]

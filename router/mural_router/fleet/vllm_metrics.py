@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from mural_router.fleet.report import MAX_ADAPTERS, count, exact_name, rate, ratio
+from mural_router.fleet.report import exact_name
 from mural_router.placement import Residency
+from mural_server.protocol.caution import MAX_ADAPTERS, count, rate, ratio
 
 __all__ = ["PodMetrics", "read_metrics"]
 

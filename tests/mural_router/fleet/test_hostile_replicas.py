@@ -11,12 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.follow import BURST, Budget, StateReader
-from mural_router.fleet.report import (
-    MAX_COUNT,
-    Report,
-    exact_name,
-)
+from mural_router.fleet.follow import StateReader
+from mural_router.fleet.report import Report, exact_name
 from mural_router.placement import Base, agreed_base, base_names
 from mural_server.protocol import (
     AdapterStatus,
@@ -28,6 +24,7 @@ from mural_server.protocol import (
     apply,
 )
 from mural_server.protocol import Base as WireBase
+from mural_server.protocol.caution import BURST, MAX_COUNT, EventBudget
 
 HUGE = 10**40
 
@@ -163,14 +160,14 @@ async def test_an_event_that_does_not_follow_is_a_gap(make_snapshot, event):
 
 async def test_events_are_read_no_faster_than_their_budget():
     now, slept = [0.0], []
-    budget = Budget(lambda: now[0])
+    budget = EventBudget(lambda: now[0])
 
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
         now[0] += seconds
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mural_router.fleet.follow.asyncio.sleep", sleep)
+        patch.setattr("mural_server.protocol.caution.asyncio.sleep", sleep)
         for _ in range(int(BURST)):
             await budget.spend(100)
         burst = len(slept)
