@@ -145,6 +145,10 @@ def check_settled(pool: SimulatedPool, plan: Plan) -> None:
         for name in set(homes) - set(resident):
             assert not pool.pods[name].heard or made.exact in pool.pods[name].refusals
         is_ready = len(homes) >= plan.places[made.exact].wanted and resident == list(homes)
+        if not all(pool.pods[name].heard for name in homes):
+            # Whatever they hold, nobody has said so.
+            assert found.reason != "Ready"
+            continue
         if is_ready and plan.places[made.exact].wanted:
             assert found.reason == "Ready"
             assert FINALIZER in made.metadata.finalizers
