@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,7 +17,14 @@ from mural_resolvers.kubernetes.objects import Key, Tenant
 from mural_resolvers.tenants import KeyRecord, TenantsConfig, convert_key, convert_tenant
 from mural_resolvers.tenants import Tenant as TenantRecord
 
-__all__ = ["inline_keys", "keys_json", "namespaces_of", "read_keys_json", "tenants_config"]
+__all__ = [
+    "KeysRead",
+    "inline_keys",
+    "keys_json",
+    "namespaces_of",
+    "read_keys_json",
+    "tenants_config",
+]
 
 MAX_KEYS_BYTES = 1 << 20
 """Of a Secret, as the API server has it."""
@@ -123,17 +131,38 @@ def keys_json(keys: Mapping[str, Sequence[KeyRecord]]) -> bytes:
     return msgspec.json.encode(content)
 
 
-def read_keys_json(data: bytes) -> dict[str, tuple[KeyRecord, ...]]:
-    """Read what `keys_json` wrote; raise `InvalidInput`, which never holds what was read."""
+class KeysRead(NamedTuple):
+    """By tenant id: the keys, and why those of a tenant cannot be read."""
+
+    keys: dict[str, tuple[KeyRecord, ...]]
+    unreadable: dict[str, str]
+
+
+def read_keys_json(data: bytes) -> KeysRead:
+    """Read what `keys_json` wrote; raise `InvalidInput` where it is nothing of the kind.
+
+    No message holds what was read. What is wrong with one tenant's keys is that tenant's alone.
+    """
     if len(data) > MAX_KEYS_BYTES:
         raise InvalidInput(f"The keys take more than {MAX_KEYS_BYTES} bytes.")
     try:
-        content = msgspec.json.decode(data, type=dict[str, list[_KeyEntry]])
+        content = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise InvalidInput("The keys are not what the operator writes.") from None
-    return {
-        tenant: tuple(
-            convert_key(f"{at}", msgspec.to_builtins(entry)) for at, entry in enumerate(entries)
-        )
-        for tenant, entries in content.items()
-    }
+    found = KeysRead({}, {})
+    for tenant, entries in content.items():
+        try:
+            found.keys[tenant] = _read_entries(entries)
+        except InvalidInput as error:
+            found.unreadable[tenant] = error.message
+    return found
+
+
+def _read_entries(data: msgspec.Raw) -> tuple[KeyRecord, ...]:
+    try:
+        entries = msgspec.json.decode(data, type=list[_KeyEntry])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        raise InvalidInput("The tenant's keys are not what the operator writes.") from None
+    return tuple(
+        convert_key(f"{at}", msgspec.to_builtins(entry)) for at, entry in enumerate(entries)
+    )

@@ -147,6 +147,8 @@ def _objects(router: Router) -> dict[str, object]:
                 "trouble": state.trouble,
                 "refused": dict(sorted(state.refused.items())[:MAX_OBJECTS]),
                 "refused_known": len(state.refused),
+                "kept": dict(sorted(state.kept.items())[:MAX_OBJECTS]),
+                "kept_known": len(state.kept),
             }
             for state in objects.states()
         ],

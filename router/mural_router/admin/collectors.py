@@ -149,6 +149,13 @@ class RouterCollector(Collector):
             {state.kind: len(state.refused) for state in states},
         )
         yield gauges(
+            "mural_router_objects_kept",
+            "Objects that cannot be read, whose last readable state stays in force; "
+            "/debug/objects says why.",
+            "kind",
+            {state.kind: len(state.kept) for state in states},
+        )
+        yield gauges(
             "mural_router_objects_stale",
             "1: they cannot be followed now, and what was known stays in force.",
             "kind",

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Final
 
 from mural_resolvers.kubernetes.aliases import judge_aliases
-from mural_resolvers.kubernetes.objects import Adapter, AdapterAlias, Tenant
+from mural_resolvers.kubernetes.objects import Adapter, AdapterAlias, ObjectMeta, Tenant
 from mural_resolvers.kubernetes.tenants import namespaces_of, tenants_config
 from mural_resolvers.names import AdapterName
 from mural_resolvers.tenants import KeyRecord, KeyRing, TenantsConfig
@@ -98,11 +99,31 @@ class Declared(AliasOverlay):
     # -- what is told -------------------------------------------------------------------------
 
     def tell_tenants(
-        self, tenants: Iterable[Tenant], keys: Mapping[str, Sequence[KeyRecord]]
+        self,
+        tenants: Iterable[Tenant],
+        keys: Mapping[str, Sequence[KeyRecord]],
+        unknown: Mapping[str, ObjectMeta] = MappingProxyType({}),
     ) -> None:
-        """All tenants there are, and their keys by tenant id."""
-        standing = [each for each in tenants if each.metadata.deletion_timestamp is None]
-        self.config, self.refused_tenants = tenants_config(standing, keys)
+        """All tenants there are, and their keys by tenant id.
+
+        ``unknown``: by tenant id the oldest object that says that it is this tenant, and of which
+        no more can be read. No younger one takes its place.
+        """
+        standing: list[Tenant] = []
+        second: dict[str, str] = {}
+        for each in tenants:
+            first = unknown.get(each.id)
+            if each.metadata.deletion_timestamp is not None:
+                continue
+            if first is not None and first.age < each.metadata.age:
+                second[each.metadata.key] = (
+                    f"{first.key} says who {each.id} is already, cannot be read, and is older: "
+                    "mend it, or delete one of the two."
+                )
+            else:
+                standing.append(each)
+        self.config, refused = tenants_config(standing, keys)
+        self.refused_tenants = refused | second
         self.ring = self.config.ring()
         self._namespaces = namespaces_of(standing)
         self.tell_aliases(self._aliases)

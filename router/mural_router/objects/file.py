@@ -61,7 +61,8 @@ class FileObjects(Objects):
             "aliases": (declared.num_aliases, declared.refused_aliases),
         }
         return tuple(
-            KindState(kind, in_force, refused, stale, trouble)
+            # A file is taken or refused as a whole.
+            KindState(kind, in_force, refused, {}, stale, trouble)
             for kind, (in_force, refused) in counts.items()
         )
 

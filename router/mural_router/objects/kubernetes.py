@@ -7,7 +7,8 @@ import logging
 from base64 import b64decode
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, TypeVar
+from dataclasses import replace
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -16,15 +17,22 @@ from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.objects import (
     Adapter,
     AdapterAlias,
+    ObjectMeta,
     Tenant,
     read_adapter,
     read_alias,
     read_tenant,
 )
 from mural_resolvers.kubernetes.paths import ADAPTER_ALIASES, ADAPTERS, SECRETS, TENANTS, Resource
-from mural_resolvers.kubernetes.tenants import inline_keys, read_keys_json
-from mural_resolvers.kubernetes.watch import Changed, Watch, from_json
+from mural_resolvers.kubernetes.tenants import (
+    KeysRead,
+    inline_keys,
+    read_keys_json,
+    tenants_config,
+)
+from mural_resolvers.kubernetes.watch import Changed, Watch
 from mural_resolvers.tenants import KeyRecord
+from mural_router.objects.readable import LastReadable, or_spoilt
 from mural_router.objects.source import KindState, Objects
 
 __all__ = ["ALL_NAMESPACES", "KubernetesObjects"]
@@ -37,7 +45,14 @@ SECRET_WAIT_S: Final = 30.0
 log = logging.getLogger("mural.router.objects")
 
 Keys = Mapping[str, Sequence[KeyRecord]]
-T = TypeVar("T")
+
+
+class _KeysSecret(NamedTuple):
+    metadata: ObjectMeta
+    read: KeysRead
+
+
+T = TypeVar("T", Adapter, AdapterAlias, Tenant, _KeysSecret)
 
 
 class KubernetesObjects(Objects):
@@ -59,17 +74,15 @@ class KubernetesObjects(Objects):
         self._keys_secret = keys_secret
         self._began_s = asyncio.get_running_loop().time()
         self._due: asyncio.Handle | None = None
-        self._keys_of_secret: Keys = {}
+        self._keys_of_secret: Mapping[str, tuple[KeyRecord, ...]] = {}
         self._bad_keys: dict[str, str] = {}
-        self._tenants = Watch(
-            client, TENANTS.of(self._namespace), from_json(read_tenant), what="tenants"
-        )
-        self._keys = Watch(
+        self._tenants = _watch(client, TENANTS.of(self._namespace), _read_whole_tenant, "tenants")
+        self._keys = _watch(
             client,
             SECRETS.of(self._namespace),
             _read_secret,
+            "the tenants' keys",
             field_selector=f"metadata.name={keys_secret}",
-            what="the tenants' keys",
         )
         namespaces = tuple(dict.fromkeys(watched)) or (self._namespace,)
         self._adapters = _watches(client, ADAPTERS, namespaces, read_adapter)
@@ -77,12 +90,12 @@ class KubernetesObjects(Objects):
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for watch in (self._tenants, self._keys):
-                tasks.create_task(watch.run(self._tenants_changed))
+            tasks.create_task(self._tenants.watch.run(self._tenants_changed))
+            tasks.create_task(self._keys.watch.run(self._keys_changed))
             for adapters in self._adapters:
-                tasks.create_task(adapters.run(self._adapter_changed(adapters)))
+                tasks.create_task(adapters.watch.run(self._adapter_changed(adapters)))
             for aliases in self._aliases:
-                tasks.create_task(aliases.run(self._aliases_changed))
+                tasks.create_task(aliases.watch.run(self._alias_changed(aliases)))
 
     def not_ready(self) -> str | None:
         for watch, what in self._watched():
@@ -96,107 +109,164 @@ class KubernetesObjects(Objects):
     def states(self) -> tuple[KindState, ...]:
         declared = self.declared
         return (
-            self._state(
+            _state(
                 "tenants", len(declared.config.tenants), declared.refused_tenants, (self._tenants,)
             ),
-            self._state("keys", len(declared.ring), self._bad_keys, (self._keys,)),
-            self._state(
-                "adapters", declared.num_adapters, declared.refused_adapters(), self._adapters
-            ),
-            self._state("aliases", declared.num_aliases, declared.refused_aliases, self._aliases),
+            self._state_of_keys(),
+            _state("adapters", declared.num_adapters, declared.refused_adapters(), self._adapters),
+            _state("aliases", declared.num_aliases, declared.refused_aliases, self._aliases),
         )
 
     # -- changes ------------------------------------------------------------------------------
 
     def _tenants_changed(self, key: str | None) -> None:
+        self._tenants.look(key)
+        self._tell_tenants_soon()
+
+    def _keys_changed(self, key: str | None) -> None:
+        self._keys.look(key)
+        self._tell_tenants_soon()
+
+    def _tell_tenants_soon(self) -> None:
         """Once for all changes that have come in one piece: the ring is made as a whole."""
-        if self._due is None and self._tenants.synced and self._keys.synced:
+        if self._due is None and self._tenants.watch.synced and self._keys.watch.synced:
             self._due = asyncio.get_running_loop().call_soon(self._tell_tenants)
 
     def _tell_tenants(self) -> None:
         self._due = None
-        self._read_secret()
         tenants = tuple(self._tenants.objects.values())
-        self._bad_keys = {}
-        self.declared.tell_tenants(tenants, self._keys_of(tenants))
+        self._read_keys(tenants)
+        unknown: dict[str, ObjectMeta] = {}
+        for each in sorted(self._tenants.spoilt(), key=lambda each: each.metadata.age):
+            if each.metadata.deletion_timestamp is None:
+                unknown.setdefault(each.id, each.metadata)
+        self.declared.tell_tenants(tenants, self._keys_of(tenants), unknown)
 
-    def _read_secret(self) -> None:
-        """What cannot be read leaves the last good keys; a Secret that is gone takes them along."""
-        key = f"{self._namespace}/{self._keys_secret}"
-        if key not in self._keys.invalid:
-            self._keys_of_secret = self._keys.objects.get(key, {})
+    def _read_keys(self, tenants: Sequence[Tenant]) -> None:
+        """A Secret that is gone takes all keys along; what cannot be read of it stays as it was.
+
+        So do the keys of a tenant that it has no word of: for one that the operator can read it
+        holds a list at least, be it empty, and of a deleted one nobody asks.
+        """
+        secret = self._keys.objects.get(self._secret)
+        if secret is None:
+            self._keys_of_secret, self._bad_keys = {}, {}
+            return
+        found, bad = secret.read
+        silent = {tenant.id for tenant in tenants} - found.keys()
+        kept = {
+            tenant: keys
+            for tenant, keys in self._keys_of_secret.items()
+            if tenant in bad or tenant in silent
+        }
+        for tenant, why in bad.items():
+            if self._bad_keys.get(tenant) != why:
+                stand = "the last ones hold" if tenant in kept else "none of them holds"
+                log.warning("the keys of %s cannot be read, and %s: %s", tenant, stand, why)
+        self._keys_of_secret, self._bad_keys = found | kept, bad
 
     def _keys_of(self, tenants: Sequence[Tenant]) -> Keys:
         """Those of the Secret, and those that stand in the objects: they need no operator."""
         found: dict[str, list[KeyRecord]] = {}
         for tenant in tenants:
-            try:
-                found.setdefault(tenant.id, []).extend(inline_keys(tenant))
-            except InvalidInput as error:
-                self._bad_keys[tenant.metadata.key] = error.message
+            found.setdefault(tenant.id, []).extend(inline_keys(tenant))
         for held_by, keys in self._keys_of_secret.items():
             # Last, so that of two with one id this one counts: the operator has chosen it.
             found.setdefault(held_by, []).extend(keys)
         return found
 
-    def _adapter_changed(self, watch: Watch[Adapter]) -> Changed:
+    def _adapter_changed(self, adapters: LastReadable[Adapter]) -> Changed:
         def changed(key: str | None) -> None:
+            adapters.look(key)
             if key is None:
                 self.declared.tell_adapters(_together(self._adapters))
             else:
-                self.declared.tell_adapter(key, watch.objects.get(key))
+                self.declared.tell_adapter(key, adapters.objects.get(key))
 
         return changed
 
-    def _aliases_changed(self, key: str | None) -> None:
-        self.declared.tell_aliases(_together(self._aliases))
+    def _alias_changed(self, aliases: LastReadable[AdapterAlias]) -> Changed:
+        def changed(key: str | None) -> None:
+            aliases.look(key)
+            self.declared.tell_aliases(_together(self._aliases))
+
+        return changed
 
     # -- how it is ----------------------------------------------------------------------------
 
+    @property
+    def _secret(self) -> str:
+        return f"{self._namespace}/{self._keys_secret}"
+
     def _lacks_secret(self) -> bool:
         """Whether keys are said to be in Secrets, and the one of their hashes is not there."""
-        return not (self._keys.objects or self._keys.invalid) and any(
+        watch = self._keys.watch
+        return not (watch.objects or watch.invalid) and any(
             key.secret_ref is not None
             for tenant in self._tenants.objects.values()
             for key in tenant.spec.keys
         )
 
-    def _watched(
-        self,
-    ) -> Iterable[tuple[Watch[Tenant] | Watch[Keys] | Watch[Adapter] | Watch[AdapterAlias], str]]:
-        yield self._tenants, "tenants"
-        yield self._keys, "tenants' keys"
+    def _watched(self) -> Iterable[tuple[_Synced, str]]:
+        yield self._tenants.watch, "tenants"
+        yield self._keys.watch, "tenants' keys"
         for adapters in self._adapters:
-            yield adapters, "adapters"
+            yield adapters.watch, "adapters"
         for aliases in self._aliases:
-            yield aliases, "aliases"
+            yield aliases.watch, "aliases"
 
-    def _state(
-        self, kind: str, in_force: int, refused: Mapping[str, str], watches: Sequence[Watch[T]]
-    ) -> KindState:
-        return KindState(
-            kind,
-            in_force,
-            ChainMap(*(dict(watch.invalid) for watch in watches), dict(refused)),
-            stale=not all(watch.fresh for watch in watches),
-            trouble=next((watch.trouble for watch in watches if watch.trouble), ""),
-        )
+    def _state_of_keys(self) -> KindState:
+        """By the Secret where all of it is spoilt, else by ``Secret: tenant``."""
+        kept: dict[str, str] = {}
+        unknown: dict[str, str] = {}
+        for tenant, why in self._bad_keys.items():
+            place = kept if tenant in self._keys_of_secret else unknown
+            place[f"{self._secret}: {tenant}"] = why
+        state = _state("keys", len(self.declared.ring), unknown, (self._keys,))
+        return replace(state, kept={**kept, **state.kept})
+
+
+class _Synced(Protocol):
+    synced: bool
 
 
 class _Secret(msgspec.Struct):
+    metadata: ObjectMeta
     data: dict[str, str] | None = None
 
 
-def _read_secret(data: bytes) -> Keys:
+def _read_whole_tenant(fields: object) -> Tenant:
+    """One that routers can use: what `tenants_config` would refuse by itself is spoilt too."""
+    tenant = read_tenant(fields)
+    inline_keys(tenant)
+    for why in tenants_config([tenant], {})[1].values():
+        raise InvalidInput(why)
+    return tenant
+
+
+def _read_secret(fields: object) -> _KeysSecret:
     """The hashes by tenant. What is wrong is told without what it was: a hash is for nobody."""
     try:
-        content = (msgspec.json.decode(data, type=_Secret).data or {}).get(KEYS_ENTRY)
+        secret = msgspec.convert(fields, _Secret)
+        content = (secret.data or {}).get(KEYS_ENTRY)
         text = None if content is None else b64decode(content, validate=True)
     except ValueError:
         raise InvalidInput("The Secret is none that the API server writes.") from None
     if text is None:
         raise InvalidInput(f"The Secret has no entry {KEYS_ENTRY}.")
-    return read_keys_json(text)
+    return _KeysSecret(secret.metadata, read_keys_json(text))
+
+
+def _watch(
+    client: KubeClient,
+    path: str,
+    read: Callable[[object], T],
+    what: str,
+    *,
+    field_selector: str | None = None,
+) -> LastReadable[T]:
+    watch = Watch(client, path, or_spoilt(read), field_selector=field_selector, what=what)
+    return LastReadable(watch, what=what)
 
 
 def _watches(
@@ -204,15 +274,29 @@ def _watches(
     resource: Resource,
     namespaces: Sequence[str],
     read: Callable[[object], T],
-) -> tuple[Watch[T], ...]:
+) -> tuple[LastReadable[T], ...]:
     if ALL_NAMESPACES in namespaces:
-        return (Watch(client, resource.all(), from_json(read), what=resource.plural),)
+        return (_watch(client, resource.all(), read, resource.plural),)
     return tuple(
-        Watch(client, resource.of(each), from_json(read), what=f"{resource.plural} of {each}")
+        _watch(client, resource.of(each), read, f"{resource.plural} of {each}")
         for each in namespaces
     )
 
 
-def _together(watches: Iterable[Watch[T]]) -> Mapping[str, T]:
+def _together(watched: Iterable[LastReadable[T]]) -> Mapping[str, T]:
     """Namespaces differ, so no object hides another."""
-    return {key: each for watch in watches for key, each in watch.objects.items()}
+    return {key: each for readable in watched for key, each in readable.objects.items()}
+
+
+def _state(
+    kind: str, in_force: int, refused: Mapping[str, str], watched: Sequence[LastReadable[T]]
+) -> KindState:
+    watches = [each.watch for each in watched]
+    return KindState(
+        kind,
+        in_force,
+        ChainMap(*(each.unknown for each in watched), dict(refused)),
+        ChainMap(*(each.kept for each in watched)),
+        stale=not all(watch.fresh for watch in watches),
+        trouble=next((watch.trouble for watch in watches if watch.trouble), ""),
+    )

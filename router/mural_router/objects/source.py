@@ -21,6 +21,8 @@ class KindState:
     in_force: int
     refused: Mapping[str, str]
     """Why an object does not count, by ``namespace/name``."""
+    kept: Mapping[str, str]
+    """Why an object cannot be read, whose last readable state stays in force."""
     stale: bool
     """What is in force may not be what there is now."""
     trouble: str = ""

@@ -90,10 +90,18 @@ def test_a_key_id_is_of_the_older_tenant_alone():
 
 def test_keys_survive_the_way_to_the_routers():
     expiring = KeyRecord("otherkeyid", "b" * 64, expires=datetime(2027, 1, 31, 12, tzinfo=UTC))
-    assert read_keys_json(keys_json({"acme": [expiring, KEY]})) == {"acme": (expiring, KEY)}
+    assert read_keys_json(keys_json({"acme": [expiring, KEY]})) == ({"acme": (expiring, KEY)}, {})
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b'{"a":[{"id":"hunter2"}]}', b'{"a":1}'])
+@pytest.mark.parametrize("entry", [b'[{"id":"hunter2"}]', b"1", b'["hunter2"]', b'"\xff"'])
+def test_what_is_wrong_with_one_tenants_keys_is_that_tenants_alone(entry):
+    found = read_keys_json(keys_json({"acme": [KEY]})[:-1] + b',"globex":' + entry + b"}")
+    assert found.keys == {"acme": (KEY,)}
+    assert set(found.unreadable) == {"globex"}
+    assert "hunter2" not in str(found.unreadable)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b'{"a":'])
 def test_other_content_is_refused_without_being_told(data):
     with pytest.raises(InvalidInput) as refused:
         read_keys_json(data)

@@ -58,6 +58,8 @@ class PlayedWatch:
         await asyncio.Event().wait()
 
     def list(self, *objects: dict[str, Any]) -> None:
+        self.objects.clear()
+        self.invalid.clear()
         for each in objects:
             self._take(each)
         self.synced = self.fresh = True
@@ -81,8 +83,8 @@ class PlayedWatch:
         self.invalid.pop(key, None)
         try:
             self.objects[key] = self._decode(json.dumps(each).encode())
-        except MuralError as error:
-            self.invalid[key] = error.message
+        except (MuralError, ValueError) as error:
+            self.invalid[key] = str(error)
         return key
 
 
@@ -161,6 +163,10 @@ def secret(**keys: Any) -> dict[str, Any]:
 
 def secret_of(data: dict[str, str] | None) -> dict[str, Any]:
     return {"metadata": {"name": "the-keys", "namespace": "mural"}, "data": data}
+
+
+def entries(content: dict[str, Any]) -> dict[str, str]:
+    return {"keys.json": base64.b64encode(json.dumps(content).encode()).decode()}
 
 
 def alias(version: str, namespace: str = "mural") -> dict[str, Any]:
@@ -264,10 +270,144 @@ async def test_a_spoilt_secret_leaves_the_last_good_keys_and_a_deleted_one_none(
         played.watch(SECRETS).put(secret_of(data))
         await turns()
         assert played.asks(KEY.key) == "acme"
-        assert played.state("keys").refused, "and it is said"
+        assert set(played.state("keys").kept) == {"mural/the-keys"}, "and it is said"
     played.watch(SECRETS).remove("mural/the-keys")
     await turns()
     assert played.refuses(KEY.key)
+
+
+async def test_what_is_wrong_with_one_tenants_keys_in_the_secret_is_that_tenants_alone(play):
+    played = play()
+    other, renewed = mint_key(), mint_key()
+    theirs = [{"secretRef": {"name": "globex", "key": "key"}}]
+    await played.all_listed(acme(), thing("globex", keys=theirs))
+    played.watch(SECRETS).put(secret(acme=KEY, globex=other))
+    await turns()
+    entry = {"id": renewed.key_id, "sha256": renewed.sha256}
+    played.watch(SECRETS).put(secret_of(entries({"acme": 5, "globex": [entry]})))
+    await turns()
+    assert played.asks(KEY.key) == "acme"
+    assert played.asks(renewed.key) == "globex"
+    assert played.refuses(other.key)
+    assert set(played.state("keys").kept) == {"mural/the-keys: acme"}
+    played.watch(SECRETS).put(secret(globex=renewed))
+    await turns()
+    assert played.asks(KEY.key) == "acme", "the operator has no word of it either"
+    played.watch(SECRETS).put(secret_of(entries({"acme": []})))
+    await turns()
+    assert played.refuses(KEY.key), "revoked"
+    assert not played.state("keys").kept
+
+
+SPOILT = [
+    pytest.param({"weight": -1}, id="a value that routers refuse"),
+    pytest.param({"weight": "much"}, id="a value of another kind"),
+    pytest.param({"tenant": 7}, id="not even who it is"),
+    pytest.param({"keys": [{"id": "somekeyid", "sha256": "no"}]}, id="a key that is none"),
+    pytest.param(5, id="no spec at all"),
+]
+
+
+def spoil(each: dict[str, Any], how: Any) -> dict[str, Any]:
+    return each | {"spec": each["spec"] | how if isinstance(how, dict) else how}
+
+
+@pytest.mark.parametrize("how", SPOILT)
+async def test_a_tenant_whose_edit_cannot_be_read_stays_as_it_was_until_it_is_gone(
+    play, how, caplog
+):
+    played = play()
+    inline = {"id": INLINE.key_id, "sha256": INLINE.sha256}
+    whole = acme("mural", keys=[{"secretRef": {"name": "acme", "key": "key"}}, inline])
+    await played.all_listed(whole)
+    played.watch(f"{API}/namespaces/mural/adapteraliases").put(alias("v3"))
+    played.watch(f"{API}/namespaces/mural/adapters").put(adapter(2))
+    # The operator cannot read it either; whether its Secret or the edit comes first is chance.
+    played.watch(SECRETS).put(secret(globex=mint_key()))
+    await turns()
+    for _ in range(3):
+        played.watch(TENANTS).put(spoil(whole, how))
+        await turns()
+    assert played.asks(KEY.key) == played.asks(INLINE.key) == "acme"
+    assert played.objects.declared.targets(STABLE)[0].version == "v3"
+    assert played.objects.declared.replicas("acme/default:v1") == 2
+    state = played.state("tenants")
+    assert (state.in_force, set(state.kept), dict(state.refused)) == (1, {"mural/acme"}, {})
+    said = [each for each in caplog.messages if "last readable state" in each]
+    assert len(said) == 1, "it is said once"
+    assert "mural/acme" in said[0]
+    played.watch(TENANTS).lose()
+    played.watch(TENANTS).list(spoil(whole, how))
+    await turns()
+    assert played.asks(KEY.key) == "acme", "it lives through another list"
+    played.watch(TENANTS).put(whole)
+    await turns()
+    assert not played.state("tenants").kept
+    played.watch(TENANTS).put(spoil(whole, how))
+    played.watch(TENANTS).remove("mural/acme")
+    await turns()
+    assert played.refuses(KEY.key)
+    assert played.refuses(INLINE.key)
+    assert not played.state("tenants").kept
+
+
+@pytest.mark.parametrize("change", [{"uid": "another"}, {"deletionTimestamp": NOW.isoformat()}])
+async def test_another_object_of_that_name_or_one_on_its_way_out_brings_nothing_back(play, change):
+    played = play()
+    await played.all_listed(acme())
+    assert played.asks(KEY.key) == "acme"
+    bad = spoil(acme(), {"weight": -1})
+    played.watch(TENANTS).put(bad | {"metadata": bad["metadata"] | change})
+    await turns()
+    assert played.refuses(KEY.key)
+    state = played.state("tenants")
+    assert (state.in_force, dict(state.kept), set(state.refused)) == (0, {}, {"mural/acme"})
+
+
+async def test_after_a_restart_a_spoilt_tenant_is_unknown_and_the_others_are_not_touched(
+    play, caplog
+):
+    played = play()
+    inline = [{"id": INLINE.key_id, "sha256": INLINE.sha256}]
+    bad = spoil(acme(), {"weight": -1})
+    await played.all_listed(bad, thing("globex", keys=inline))
+    assert played.refuses(KEY.key)
+    assert played.asks(INLINE.key) == "globex"
+    assert set(played.state("tenants").refused) == {"mural/acme"}
+    assert "mural/acme cannot be read, and nothing is known of it" in caplog.text
+    later = {"creationTimestamp": datetime(2028, 1, 1, tzinfo=UTC).isoformat()}
+    young = thing("young", tenant="acme", keys=inline)
+    played.watch(TENANTS).remove("mural/globex")
+    played.watch(TENANTS).put(young | {"metadata": young["metadata"] | later})
+    await turns()
+    assert played.refuses(INLINE.key), "no younger object takes its name"
+    assert "cannot be read, and is older" in played.state("tenants").refused["mural/young"]
+    played.watch(TENANTS).put(acme())
+    await turns()
+    assert played.asks(KEY.key) == "acme"
+
+
+async def test_spoilt_aliases_and_adapters_stay_as_they_were_until_they_are_gone(play):
+    played = play(watched=("a", "b"))
+    await played.all_listed(acme("a", "b"))
+    aliases = played.watch(f"{API}/namespaces/a/adapteraliases")
+    adapters = played.watch(f"{API}/namespaces/b/adapters")
+    aliases.put(alias("v3", "a"))
+    adapters.put(adapter(2, "b"))
+    aliases.put(alias("No Version", "a"))
+    adapters.put(adapter(2, "b") | {"spec": {"pool": "main"}})
+    declared = played.objects.declared
+    for _ in range(2):
+        assert declared.targets(STABLE)[0].version == "v3"
+        assert declared.replicas("acme/default:v1") == 2
+        assert set(played.state("aliases").kept) == {"a/stable"}
+        assert set(played.state("adapters").kept) == {"b/v1"}
+        aliases.changed(None)
+        adapters.changed(None)
+    aliases.remove("a/stable")
+    adapters.remove("b/v1")
+    assert declared.targets(STABLE) is None
+    assert declared.replicas("acme/default:v1") is None
 
 
 async def test_while_the_api_server_is_away_what_was_known_stays_in_force(play):

@@ -15,6 +15,7 @@ from mural_resolvers.tenants import mint_key
 from mural_router.admin.app import create_admin_app
 from mural_router.config import Config
 from mural_router.limits.local import LocalLimiter
+from mural_router.objects import KindState
 from mural_router.placement import PlacementRequest
 from mural_router.running import Router
 from mural_router.settings import Secrets
@@ -102,6 +103,20 @@ async def test_metrics_count_objects_and_say_when_the_file_is_stale(
     assert 'mural_router_objects_stale{kind="tenants"} 1.0' in lines
     assert 'mural_router_file_stale{file="objects"} 1.0' in lines
     assert 'mural_router_objects{kind="keys"} 1.0' in lines, "what was known stays in force"
+
+
+async def test_objects_that_are_kept_as_they_were_are_counted_and_named(
+    router: Router, pages: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoilt = {f"mural/t{at}": "weight: a number is wanted." for at in range(2_000)}
+    state = KindState("tenants", 2_000, {}, spoilt, stale=False)
+    monkeypatch.setattr(router.objects, "states", lambda: (state,))
+    (found,) = (await pages.get("/debug/objects")).json()["kinds"]
+    assert found["kept"]["mural/t0"] == "weight: a number is wanted."
+    assert (len(found["kept"]), found["kept_known"]) == (1_000, 2_000)
+    lines = (await pages.get("/metrics")).text.splitlines()
+    kept = [line for line in lines if line.startswith("mural_router_objects_kept{")]
+    assert kept == ['mural_router_objects_kept{kind="tenants"} 2000.0']
 
 
 async def test_a_refused_aliases_file_is_stale_in_the_metrics(tmp_path: Path) -> None:
