@@ -137,7 +137,7 @@ class Cluster:
         self._members: dict[str, tuple[KubePod, ...]] = {}
         self._at_door: dict[tuple[str, int, int], KubePod] = {}
         """The youngest pod of any pool at an address and its ports."""
-        self._wakes: Wakes | None = None
+        self._told: list[Wakes] = []
         self._synced = asyncio.Event()
 
     # -- what is there ----------------------------------------------------------------------------
@@ -244,9 +244,13 @@ class Cluster:
         """Wait until each kind was listed once: what is missing then does not exist."""
         await self._synced.wait()
 
-    def wake(self, wakes: Wakes | None) -> None:
-        """Tell these from now on; None: nobody."""
-        self._wakes = wakes
+    def tell(self, wakes: Wakes) -> None:
+        """Tell it, too, from now on."""
+        self._told.append(wakes)
+
+    def tell_no_more(self, wakes: Wakes) -> None:
+        """Tell it nothing more."""
+        self._told.remove(wakes)
 
     def _changed(self, look: Callable[[str | None], None]) -> Callable[[str | None], None]:
         def changed(key: str | None) -> None:
@@ -278,8 +282,8 @@ class Cluster:
     def _tenant(self, key: str | None) -> None:
         known = (*self.tenants, *(each.tenant for each in self.unreadable_tenants))
         before, self.namespaces = self.namespaces, namespaces_of(known)
-        if self._wakes is not None:
-            self._wakes.tenants()
+        for each in self._told:
+            each.tenants()
         if self.namespaces != before:
             self._wake_pool("")
             self._wake_aliases()
@@ -304,14 +308,15 @@ class Cluster:
 
     def _wake_pool(self, name: str) -> None:
         """One pool, or all of them where there is no name."""
-        if self._wakes is not None and name:
-            self._wakes.pool(name)
-        elif self._wakes is not None:
-            self._wakes.pools()
+        for each in self._told:
+            if name:
+                each.pool(name)
+            else:
+                each.pools()
 
     def _wake_aliases(self) -> None:
-        if self._wakes is not None:
-            self._wakes.aliases()
+        for each in self._told:
+            each.aliases()
 
 
 class _Kind(Generic[T]):

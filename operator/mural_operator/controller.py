@@ -11,10 +11,10 @@ from mural_operator.cluster import Cluster, Wakes
 from mural_operator.conditions import Condition
 from mural_operator.events import EventRecorder
 from mural_operator.executor import Executor
+from mural_operator.fleet import Fleet, FleetListener
 from mural_operator.metrics import Metrics
 from mural_operator.pool_worker import Ground, PoolWorker
 from mural_operator.router_keys import RouterKeys
-from mural_operator.secret_cache import SecretCache
 from mural_operator.status_writer import StatusWriter
 from mural_operator.statuses import Statuses
 from mural_operator.tenants_worker import TenantsWorker
@@ -30,6 +30,7 @@ class Services:
 
     client: KubeClient
     cluster: Cluster
+    fleet: Fleet
     writer: StatusWriter
     events: EventRecorder
     metrics: Metrics
@@ -40,20 +41,18 @@ class Services:
     leading: Callable[[], bool]
 
 
-class Controller(Wakes):
-    """One term's. Whatever was known in the one before is looked at anew."""
+class Controller(Wakes, FleetListener):
+    """One term's. What was decided in the one before is decided anew; what was seen is known."""
 
     def __init__(self, services: Services) -> None:
         self._cluster = services.cluster
         self._conditions = services.conditions
-        self._secrets = SecretCache(
-            services.client, services.cluster.namespace, self._secrets_changed
-        )
+        self._fleet = services.fleet
         self._statuses = Statuses(services.leading)
         ground = Ground(
             cluster=services.cluster,
             executor=Executor(services.client, services.leading),
-            secrets=self._secrets,
+            fleet=services.fleet,
             statuses=self._statuses,
             writer=services.writer,
             events=services.events,
@@ -69,16 +68,17 @@ class Controller(Wakes):
     async def run(self) -> None:
         """Work until cancelled; raises what no part of it can go on after."""
         await self._cluster.synced()
-        self._cluster.wake(self)
+        self._cluster.tell(self)
+        self._fleet.tell(self)
         try:
             async with asyncio.TaskGroup() as group:
                 self._pools.group = group
-                for work in (self._secrets, self._statuses):
-                    group.create_task(work.run(), name=type(work).__name__)
+                group.create_task(self._statuses.run(), name="the statuses")
                 for worker in (self._tenants, self._aliases, self._pools):
                     group.create_task(worker.run(), name=worker.name)
         finally:
-            self._cluster.wake(None)
+            self._fleet.tell(None)
+            self._cluster.tell_no_more(self)
             self._conditions.clear()
 
     # -- being told -------------------------------------------------------------------------------
@@ -101,7 +101,12 @@ class Controller(Wakes):
     def aliases(self) -> None:
         self._aliases.wake()
 
-    def _secrets_changed(self) -> None:
+    def replica(self, pool: str, pod: str, load_only: bool) -> None:
+        worker = self._pools.get(pool)
+        if worker is not None:
+            worker.replica(load_only)
+
+    def secrets(self) -> None:
         self._tenants.wake()
         for worker in self._pools.workers():
             worker.wake()

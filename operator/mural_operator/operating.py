@@ -20,6 +20,7 @@ from mural_operator.conditions import Condition
 from mural_operator.controller import Controller, Services
 from mural_operator.election import Election, WorkGoesOn
 from mural_operator.events import EventRecorder
+from mural_operator.fleet import Fleet
 from mural_operator.metrics import Metrics
 from mural_operator.settings import OperatorSettings
 from mural_operator.status_writer import StatusWriter
@@ -66,6 +67,7 @@ class Operator:
             namespace=self.namespace,
             identity=f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4()}",
         )
+        self._fleet = Fleet(client, self._cluster)
         self._conditions: dict[str, tuple[Condition, ...]] = {}
         self.metrics = Metrics(
             watches=lambda: self._cluster.watches,
@@ -77,6 +79,7 @@ class Operator:
         self._services = Services(
             client=client,
             cluster=self._cluster,
+            fleet=self._fleet,
             writer=StatusWriter(client, metrics=self.metrics),
             events=self._events,
             metrics=self.metrics,
@@ -96,6 +99,7 @@ class Operator:
         standing = asyncio.create_task(self._election.run(), name="the election")
         beside = [
             asyncio.create_task(self._cluster.run(), name="watching the cluster"),
+            asyncio.create_task(self._fleet.run(), name="following the pods"),
             asyncio.create_task(self._events.run(), name="recording events"),
         ]
         leading = asyncio.create_task(self._election.lead(self._term), name="the work")
@@ -142,9 +146,9 @@ class Operator:
         return f"not listed yet: {', '.join(unknown)}" if unknown else None
 
     def _count_conditions(self) -> Mapping[tuple[str, str], int]:
-        return Counter(
-            (each.type, each.status) for found in self._conditions.values() for each in found
-        )
+        # Who does not lead judges no adapter.
+        judged = self._conditions.values() if self.leading else ()
+        return Counter((each.type, each.status) for found in judged for each in found)
 
 
 @contextlib.asynccontextmanager

@@ -10,30 +10,26 @@ from typing import Final
 
 from mural_operator.cluster import Cluster, KubePod
 from mural_operator.conditions import Condition
-from mural_operator.credentials import PoolCredentials, secret_names
 from mural_operator.events import EventRecorder
 from mural_operator.executor import Executor, Outcome, PoolHands
+from mural_operator.fleet import Fleet
 from mural_operator.metrics import Metrics
 from mural_operator.pool_verdict import pool_verdict
 from mural_operator.reconcile import FINALIZER, Plan, RemoveFinalizer, reconcile, release
 from mural_operator.refusals import LYING, Refusals
-from mural_operator.replicas import Replicas
-from mural_operator.secret_cache import SecretCache
+from mural_operator.replicas import Follower
 from mural_operator.status_writer import StatusWriter
 from mural_operator.statuses import Statuses
 from mural_operator.verdict import AdapterVerdict, verdict, without_pool
 from mural_operator.worker import Worker
 from mural_operator.world import Pod, World
 from mural_resolvers.kubernetes.client import KubeError
-from mural_resolvers.kubernetes.objects import Adapter, AdapterSpec, PoolSpec, ServingPool
+from mural_resolvers.kubernetes.objects import Adapter, AdapterSpec, ServingPool
 from mural_resolvers.kubernetes.paths import ADAPTERS
 from mural_server.protocol import ControlError
 
 __all__ = ["Ground", "PoolWorker"]
 
-SETTLE_S: Final = 3.0
-"""So long a leader that has just begun waits for the pods to say how they are: what it would do
-and tell before would be of a pool that is empty."""
 TELL_S: Final = 0.5
 """Between two judgements of all objects, and in terms of the time that one took:"""
 TELL_SHARE: Final = 5.0
@@ -47,7 +43,7 @@ class Ground:
 
     cluster: Cluster
     executor: Executor
-    secrets: SecretCache
+    fleet: Fleet
     statuses: Statuses
     writer: StatusWriter
     events: EventRecorder
@@ -65,12 +61,7 @@ class PoolWorker(Worker):
         self._pool_key = f"pool {ground.cluster.namespace}/{name}"
         self._ground = ground
         self._clock = clock
-        self._spec: PoolSpec | None = None
         self._refusals = Refusals(clock)
-        credentials = PoolCredentials(self._current_spec, ground.secrets)
-        self._replicas = Replicas(credentials, self._replica_changed)
-        self._settled = False
-        self._settle_until_s: float | None = None
         self._goes_by_load = False
         self._tell_again_s = 0.0
         self._generations: dict[str, tuple[str, int]] = {}
@@ -78,16 +69,14 @@ class PoolWorker(Worker):
 
     async def run(self) -> None:
         ground, name = self._ground, self._pool_name
-        hands = PoolHands(self._replicas.get, self._refusals, self._done, self.wake)
+        hands = PoolHands(self._follower, self._refusals, self._done, self.wake)
         ground.executor.open(name, hands)
         try:
             await super().run()
         finally:
-            ground.secrets.want(self.name, ())
             self._forget_statuses(frozenset())
             ground.statuses.forget(self._pool_key)
             await ground.executor.close(name)
-            await self._replicas.close()
             ground.metrics.forget(name)
 
     async def step(self) -> None:
@@ -95,7 +84,6 @@ class PoolWorker(Worker):
         adapters = self._ground.cluster.adapters_of(self._pool_name)
         self._note_changes(adapters)
         if pool is None:
-            self._replicas.follow(())
             actions = (*release(adapters), *self._unreadable_ends())
             self._ground.executor.submit(self._pool_name, actions)
             self._tell_without_pool(adapters)
@@ -105,26 +93,15 @@ class PoolWorker(Worker):
 
     # -- looking ----------------------------------------------------------------------------------
 
-    def _current_spec(self) -> PoolSpec:
-        assert self._spec is not None
-        return self._spec
+    def _follower(self, pod: str) -> Follower | None:
+        return self._ground.fleet.follower(self._pool_name, pod)
 
     def _is_in_touch(self, pool: ServingPool) -> bool:
         """Whether the pods of the pool are followed, and have had their time to speak."""
-        self._spec = pool.spec
-        names = secret_names(pool.spec)
-        self._ground.secrets.want(self.name, names)
-        if not self._ground.secrets.knows(names):
-            return False
-        self._replicas.follow(self._ground.cluster.targets(pool))
-        if not self._settled:
-            now = asyncio.get_running_loop().time()
-            if self._settle_until_s is None:
-                self._settle_until_s = now + SETTLE_S
-            self._settled = self._replicas.settled or now >= self._settle_until_s
-            if not self._settled:
-                self.wake_at(self._settle_until_s)
-        return self._settled
+        until_s = self._ground.fleet.settles_at(pool)
+        if until_s is not None and until_s < float("inf"):
+            self.wake_at(until_s)
+        return until_s is None
 
     def _note_changes(self, adapters: tuple[Adapter, ...]) -> None:
         """What was refused of an object may not be of what it is now."""
@@ -153,7 +130,7 @@ class PoolWorker(Worker):
 
     def _pod(self, kube: KubePod) -> Pod:
         uid = kube.metadata.uid
-        follower = self._replicas.get(kube.metadata.name)
+        follower = self._follower(kube.metadata.name)
         state = None if follower is None else follower.state
         models = None if follower is None else follower.models
         boot = None if state is None else state.boot_id
@@ -265,7 +242,8 @@ class PoolWorker(Worker):
 
     # -- being told -------------------------------------------------------------------------------
 
-    def _replica_changed(self, pod: str, load_only: bool) -> None:
+    def replica(self, load_only: bool) -> None:
+        """A pod of the pool has said something new; ``load_only``: of load alone."""
         if not load_only:
             self.wake()
         elif self._goes_by_load:

@@ -30,8 +30,15 @@ class TenantsWorker(Worker):
         self._keys = keys
         self._generations: dict[str, tuple[str, int]] = {}
 
+    async def run(self) -> None:
+        try:
+            await super().run()
+        finally:
+            # Whoever does not lead has no use for tenants' keys.
+            self._ground.fleet.secrets.want(self.name, ())
+
     async def step(self) -> None:
-        cluster, secrets = self._ground.cluster, self._ground.secrets
+        cluster, secrets = self._ground.cluster, self._ground.fleet.secrets
         tenants, others = cluster.tenants, cluster.unreadable_tenants
         names = secrets_named(tenants)
         secrets.want(self.name, names)
@@ -65,7 +72,7 @@ class TenantsWorker(Worker):
             self._ground.writer.forget(TENANTS, gone)
         self._generations = generations
         for name in secrets_named(changed):
-            self._ground.secrets.suspect(name)
+            self._ground.fleet.secrets.suspect(name)
 
     def _tell(self, tenant: Tenant, found: TenantVerdict) -> None:
         self._ground.statuses.put(

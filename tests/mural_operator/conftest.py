@@ -27,6 +27,7 @@ def _import(name: str) -> ModuleType:
 simulated_server = _import("simulated_server")
 _import("simulated_pool")
 _import("operated")
+_import("memory_cluster")
 
 
 @pytest.fixture

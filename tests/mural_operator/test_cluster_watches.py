@@ -73,7 +73,7 @@ async def listed(api: Api) -> tuple[Cluster, Woken]:
     import asyncio
 
     cluster, woken = Cluster(api, "mural", None), Woken()
-    cluster.wake(woken)
+    cluster.tell(woken)
     running = asyncio.create_task(cluster.run())
     async with asyncio.timeout(20):
         await cluster.synced()
