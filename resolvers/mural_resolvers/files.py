@@ -1,4 +1,5 @@
-"""Opening files of a folder that somebody else may have filled."""
+"""Opening files that may not be what they should be, and those of a folder that somebody else may
+have filled."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ __all__ = [
     "leads_nowhere",
     "open_regular",
     "read_bounded",
+    "read_settings",
     "start_writeback",
 ]
 
@@ -80,6 +82,20 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     if len(data) > max_bytes:
         raise TooLarge(f"{quoted(path.name)} is larger than {max_bytes} bytes.")
     return data
+
+
+def read_settings(path: Path, max_bytes: int) -> bytes:
+    """Read the beginning of a file that was named by whoever started this process.
+
+    Links are followed: so mounted ConfigMaps and Secrets are swapped. Never waits: what lies there
+    now may be a FIFO. Raises ``OSError`` for whatever is no regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read(max_bytes)
 
 
 def _find_sync_file_range() -> Callable[[int, int, int, int], int] | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final, Generic, TypeVar
 
 from mural_resolvers.errors import InvalidInput, MuralError
+from mural_resolvers.files import read_settings
 from mural_resolvers.redaction import redacted
 
 __all__ = ["POLL_S", "WatchNumbers", "WatchedFile"]
@@ -92,7 +93,7 @@ class WatchedFile(Generic[T]):
         try:
             data = await asyncio.to_thread(self._read)
         except InvalidInput as error:
-            self._refuse("absent", error)
+            self._refuse(error.message, error)
             return
         digest = _digest(data)
         settled, self._seen = digest == self._seen, digest
@@ -103,8 +104,7 @@ class WatchedFile(Generic[T]):
 
     def _read(self) -> bytes:
         try:
-            with self._path.open("rb") as file:
-                return file.read(self._max_bytes + 1)
+            return read_settings(self._path, self._max_bytes + 1)
         except OSError as error:
             raise InvalidInput(f"The {self._what} cannot be read: {error.strerror}.") from None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.files import read_settings
 from mural_resolvers.redaction import redacted
 from mural_resolvers.strict_yaml import parse_yaml
 from mural_router.cluster import Cluster
@@ -214,7 +216,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 f"The admin pages need a port of their own, but both are {self.http.port}.",
             ),
             *(
-                (path is None or Path(path).is_file(), f"{name}: there is no file {path}.")
+                (path is None or Path(path).is_file(), f"{name}: {_no_file(path)}.")
                 for name, path in (
                     ("tenants_file", self.tenants_file),
                     ("aliases_file", self.aliases_file),
@@ -271,11 +273,15 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
 
+def _no_file(path: str | None) -> str:
+    there = path is not None and os.path.lexists(path)
+    return f"{path} is no regular file" if there else f"there is no file {path}"
+
+
 def read_config(path: Path) -> dict[str, object]:
     """The file as text and mappings; raise ``InvalidInput`` for what is no mapping in YAML."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
+        data = read_settings(path, MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise InvalidInput(f"The settings cannot be read: {path}: {error.strerror}.") from None
     if len(data) > MAX_CONFIG_BYTES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import yaml
 
@@ -61,11 +63,50 @@ def test_a_tag_makes_no_object() -> None:
 def test_several_documents_are_told_with_their_lines() -> None:
     text = b"# first\na: 1\n---\n---\n# third\n\n- b\n...\n---\nc\n"
 
-    assert parse_yaml_documents(text) == [(2, {"a": "1"}), (7, ["b"]), (10, "c")]
-    assert parse_yaml_documents(b"# nothing\n") == []
+    assert list(parse_yaml_documents(text)) == [(2, {"a": "1"}), (7, ["b"]), (10, "c")]
+    assert list(parse_yaml_documents(b"# nothing\n")) == []
 
 
 @pytest.mark.parametrize("text", [b"a: 1\n---\nb: [\n", b"a: 1\n---\nb: 1\nb: 2\n", b"\xff"])
 def test_a_bad_document_refuses_them_all(text: bytes) -> None:
     with pytest.raises(InvalidInput):
-        parse_yaml_documents(text)
+        list(parse_yaml_documents(text))
+
+
+BOMB = "".join(
+    [
+        "a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol, lol]\n",
+        *(f"a{at}: &a{at} [{', '.join([f'*a{at - 1}'] * 10)}]\n" for at in range(1, 10)),
+    ]
+).encode()
+LONG = b"a: &a " + b"x" * 4_096 + b"\nb: [" + b"*a, " * 4_096 + b"]\n"
+
+
+@pytest.mark.parametrize("text", [BOMB, LONG])
+def test_aliases_that_stand_for_much_more_than_the_text_are_refused(text: bytes) -> None:
+    for parse in (parse_yaml, lambda data: list(parse_yaml_documents(data))):
+        with pytest.raises(InvalidInput, match=r"^Line \d: aliases that stand for more"):
+            parse(b"---\n" + text)
+
+
+def test_aliases_of_one_document_are_not_counted_with_the_others() -> None:
+    text = b"---\na: &a " + b"x" * 4_096 + b"\nb: [" + b"*a, " * 200 + b"]\n"
+    assert len(list(parse_yaml_documents(text * 10))) == 10
+
+
+@pytest.mark.parametrize("text", [b"&a [*a]", b"a: &a {b: *a}", b"a: *b", b"&a [&a 1, *a, *b]"])
+def test_an_alias_of_itself_or_of_nothing_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidInput):
+        parse_yaml(text)
+
+
+def test_a_text_of_many_values_is_refused_before_they_are_made() -> None:
+    """Each takes hundreds of bytes, and two of the text."""
+    text = b"[" + b"a," * 150_000 + b"]"
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidInput, match="Line 1: more values"):
+            list(parse_yaml_documents(text))
+        assert tracemalloc.get_traced_memory()[1] < 8 * len(text)
+    finally:
+        tracemalloc.stop()

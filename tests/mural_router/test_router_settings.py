@@ -86,6 +86,7 @@ def test_without_keys_only_this_machine_is_listened_to():
         ("replicas: ['http://a:99999']", "'http://a:99999': a port is"),
         ("replicas: ['dns://a:99999']", "'dns://a:99999': a port is"),
         ("objects: /no/such/file", "objects: there is no file"),
+        ("objects: /dev/null", "objects: /dev/null is no regular file"),
         ("{objects: router.yaml, tenants_file: router.yaml}", "tenants_file and objects"),
         ("{objects: router.yaml, aliases_file: router.yaml}", "aliases_file and objects"),
         ("{objects: router.yaml, watch_namespaces: [a]}", "go with objects: kubernetes"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from mural_resolvers.errors import InvalidInput
 from mural_resolvers.kubernetes.files import MAX_FILE_BYTES, DeclaredObjects, parse_objects
 from mural_resolvers.kubernetes.objects import Tenant
 from mural_resolvers.kubernetes.tenants import inline_keys
@@ -26,7 +27,7 @@ class FileObjects(Objects):
         """Read the file; raise a ``MuralError`` when it is absent or wrong."""
         super().__init__()
         self._file = WatchedFile(
-            path, parse_objects, what="objects file", max_bytes=MAX_FILE_BYTES, shown=_shown
+            path, _parse, what="objects file", max_bytes=MAX_FILE_BYTES, shown=_shown
         )
         self._told = self._file.value
         self._tell()
@@ -71,6 +72,14 @@ class FileObjects(Objects):
         self.declared.tell_tenants(tenants, {each.id: inline_keys(each) for each in tenants})
         self.declared.tell_aliases({each.metadata.key: each for each in self._told.aliases})
         self.declared.tell_adapters({each.metadata.key: each for each in self._told.adapters})
+
+
+def _parse(data: bytes) -> DeclaredObjects:
+    """An empty file is one that somebody is about to write: to go by it would lock out everyone."""
+    objects = parse_objects(data)
+    if not any(objects):
+        raise InvalidInput("There is no object in the objects' file.")
+    return objects
 
 
 def _of_a_file(tenant: Tenant) -> Tenant:
