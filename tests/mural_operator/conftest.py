@@ -25,6 +25,7 @@ def _import(name: str) -> ModuleType:
 
 
 simulated_server = _import("simulated_server")
+_import("virtual_time")
 _import("simulated_pool")
 _import("operated")
 _import("memory_cluster")

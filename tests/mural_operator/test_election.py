@@ -4,47 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_time import in_virtual_time
 
 from mural_operator.election import Clock, Election, ElectionTiming, WorkGoesOn
 from mural_resolvers.kubernetes.client import JsonObject, KubeError
-
-T = TypeVar("T")
-
-
-class _Skipping(selectors.DefaultSelector):
-    """Skips what would be waited for: it takes no time."""
-
-    skipped = 0.0
-
-    def select(self, timeout: float | None = None) -> Any:
-        assert timeout is not None, "everything waits for something that nobody does"
-        self.skipped += max(timeout, 0.0)
-        return super().select(0)
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time passes only by waiting."""
-
-    def __init__(self) -> None:
-        self._skipping = _Skipping()
-        super().__init__(self._skipping)
-
-    def time(self) -> float:
-        return self._skipping.skipped
-
-
-def in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main)
 
 
 class DriftingClock(Clock):

@@ -1,4 +1,4 @@
-"""Secrets are read one by one, when they are wanted, suspected or a minute old."""
+"""Secrets are read one by one, when they are wanted, suspected or too old."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 
 import pytest
+from virtual_time import in_virtual_time
 
 from mural_operator.credentials import CredentialsMissing, PoolCredentials, secret_names
 from mural_operator.secret_cache import SecretCache
@@ -15,6 +17,8 @@ from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import ControlTls, PoolSpec, SecretKey, Selector
 
 WAIT_S = 20
+REST_S = 550
+"""Of virtual time."""
 
 
 class Api:
@@ -117,6 +121,89 @@ async def test_a_name_that_no_secret_has_keeps_nobody_waiting(kept):
     assert kept.cache.contents == {"a": {"token": b"1"}}
     assert "no name" in kept.cache.trouble("..")
     assert kept.api.asked == ["a"]
+
+
+class Timed(Api):
+    """Knows when each was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at: dict[str, list[float]] = {}
+
+    async def get(self, path: str) -> bytes:
+        self.at.setdefault(path.rpartition("/")[2], []).append(asyncio.get_running_loop().time())
+        return await super().get(path)
+
+
+def at_rest(api: Timed, names: set[str], *, suspect: str = "") -> float:
+    """Reads a second, after the first of each."""
+
+    async def main() -> float:
+        cache = SecretCache(api, "mural", lambda: None)
+        running = asyncio.create_task(cache.run())
+        cache.want("tenants", names)
+        await asyncio.sleep(2.0)
+        cache.suspect(suspect)
+        first = len(api.asked)
+        await asyncio.sleep(REST_S)
+        running.cancel()
+        await asyncio.wait({running})
+        return (len(api.asked) - first) / REST_S
+
+    return in_virtual_time(main())
+
+
+def gaps(times: list[float]) -> list[float]:
+    return [after - before for before, after in pairwise(times)]
+
+
+def test_a_thousand_secrets_at_rest_cost_a_few_reads_a_second_and_none_is_older_than_said():
+    api = Timed()
+    api.secrets = {f"s{at}": {"key": "k"} for at in range(1000)}
+    assert at_rest(api, set(api.secrets)) < 5.0
+    assert max(gap for times in api.at.values() for gap in gaps(times)) < 251
+
+
+def test_some_secrets_are_read_each_minute():
+    api = Timed()
+    api.secrets = {f"s{at}": {"key": "k"} for at in range(200)}
+    at_rest(api, set(api.secrets))
+    assert max(gap for times in api.at.values() for gap in gaps(times)) < 61
+
+
+def test_what_is_missing_is_looked_for_soon_unless_a_thousand_are():
+    api = Timed()
+    api.secrets = {f"s{at}": {"key": "k"} for at in range(50)}
+    at_rest(api, {*api.secrets, "missing"})
+    assert max(gaps(api.at["missing"])) < 6
+    assert at_rest(Timed(), {f"s{at}" for at in range(1000)}) < 6.0
+
+
+def test_a_suspicion_of_what_was_just_read_is_looked_into_soon():
+    api = Timed()
+    api.secrets = {"a": {"key": "k"}}
+    at_rest(api, {"a"}, suspect="a")
+    assert 2.0 < api.at["a"][1] - api.at["a"][0] < 5.1
+
+
+async def test_many_that_cannot_be_read_are_one_line_of_the_log(kept, caplog):
+    caplog.set_level("INFO")
+    kept.api.refusal = KubeError(403, "Forbidden", "you may not")
+    names = {f"s{at}" for at in range(100)}
+    kept.cache.want("tenants", names)
+    await kept.until(lambda cache: cache.knows(names))
+    kept.api.refusal = None
+    kept.api.secrets = {name: {"key": "k"} for name in names}
+    for name in names:
+        kept.cache.suspect(name)
+    await kept.until(lambda cache: len(cache.contents) == 100)
+    async with asyncio.timeout(WAIT_S):
+        while len(caplog.records) < 2:
+            await asyncio.sleep(0)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2
+    assert "and 95 more cannot be read: you may not" in said[0]
+    assert "and 95 more can be read again" in said[1]
 
 
 def a_spec(**more: object) -> PoolSpec:
