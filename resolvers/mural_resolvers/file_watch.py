@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from mural_resolvers.errors import MuralError
+from mural_resolvers.redaction import redacted
+from mural_resolvers.watched_file import WatchNumbers
 
 __all__ = ["FileWatch"]
 
@@ -20,7 +24,10 @@ _Stamp = tuple[int, int, int]
 
 
 class FileWatch:
-    """Calls ``reload`` when a file has changed and all of them have settled."""
+    """Calls ``reload`` when a file has changed and all of them have settled.
+
+    Files that do not fit leave the old ones, and are tried again at each look until they do.
+    """
 
     def __init__(
         self, paths: Iterable[str | Path | None], reload: Callable[[], None], *, what: str
@@ -34,6 +41,8 @@ class FileWatch:
         self._reload = reload
         self._what = what
         self._taken = self._seen = self._stamps()
+        self._trouble = ""
+        self.numbers = WatchNumbers(loaded_at=datetime.now(UTC))
 
     @property
     def needed(self) -> bool:
@@ -50,15 +59,29 @@ class FileWatch:
         """Look once. A change counts when it was seen twice: key and certificate come apart."""
         found = self._stamps() if found is None else found
         settled, self._seen = found == self._seen, found
-        if not settled or found == self._taken:
+        if not settled or (found == self._taken and not self._trouble):
             return
         self._taken = found
         try:
             self._reload()
         except (ValueError, MuralError) as error:
-            logger.error("the %s cannot be used, the old ones hold: %s", self._what, error)
+            self._refuse(redacted(str(error)))
         else:
+            self._trouble = ""
+            self.numbers = replace(
+                self.numbers,
+                loaded_at=datetime.now(UTC),
+                reloads=self.numbers.reloads + 1,
+                stale=False,
+            )
             logger.info("%s reloaded", self._what)
+
+    def _refuse(self, trouble: str) -> None:
+        if trouble == self._trouble:
+            return
+        self._trouble = trouble
+        self.numbers = replace(self.numbers, refused=self.numbers.refused + 1, stale=True)
+        logger.error("the %s cannot be used, the old ones hold: %s", self._what, trouble)
 
     def _stamps(self) -> list[_Stamp | None]:
         return [_stamp(path) for path in self._paths]

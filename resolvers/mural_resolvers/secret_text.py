@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.file_watch import FileWatch
+from mural_resolvers.files import read_settings
 
-__all__ = ["read_secret"]
+__all__ = ["read_secret", "watch_secret"]
 
 MAX_SECRET_BYTES: Final = 4096
 _SECRET: Final = re.compile(rf"[!-~]{{0,{MAX_SECRET_BYTES}}}")
@@ -36,10 +39,23 @@ def read_secret(
     return secret or None
 
 
+def watch_secret(path: str, flag: str, renew: Callable[[str], None], *, what: str) -> FileWatch:
+    """Tell ``renew`` what the file says when that has changed while the process runs.
+
+    A file that is missing, empty or no secret leaves the one in hand. ``what`` it is, for the log.
+    """
+
+    def reload() -> None:
+        secret = read_secret(path, flag, "", {})
+        assert secret is not None, "an empty file is refused"
+        renew(secret)
+
+    return FileWatch([path], reload, what=what)
+
+
 def _file_text(path: str, where: str) -> str:
     try:
-        with open(path, encoding="ascii") as file:
-            return file.read(2 * MAX_SECRET_BYTES)
+        return read_settings(Path(path), 2 * MAX_SECRET_BYTES).decode("ascii")
     except OSError as error:
         raise InvalidInput(f"{where}: {error.strerror}.") from None
     except UnicodeDecodeError:

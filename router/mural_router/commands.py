@@ -31,6 +31,9 @@ SECRETS: Final = (
     ("redis_url", "redis_url_file", "MURAL_REDIS_URL"),
 )
 
+RENEWED: Final = ("router_token_file", "control_token_file", "vllm_api_key_file")
+"""Of those, the files that are read again when they change."""
+
 # A flag's name in argparse, and where its value stands in the settings.
 PLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "host": ("http", "host"),
@@ -145,6 +148,7 @@ def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
             field: read_secret(given.get(flag), flag, variable, environment)
             for field, flag, variable in SECRETS
         },
+        **{flag: path for flag in RENEWED if isinstance(path := given.get(flag), str)},
     )
     path = given.get("config")
     config = Config(Path(path) if isinstance(path, str) else None, flag_settings(given), secrets)
@@ -195,8 +199,8 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--router-token-file",
         metavar="FILE",
-        help="holds the token by which Mural servers (--auth router) know this router "
-        "(or MURAL_ROUTER_TOKEN)",
+        help="holds the token by which Mural servers (--auth router) know this router; read again "
+        "when it changes, as the next two (or MURAL_ROUTER_TOKEN)",
     )
     group.add_argument(
         "--control-token-file",

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
-from mural_resolvers.file_watch import FileWatch
 from mural_router.admin.server import AdminServer
 from mural_router.config import Config
 from mural_router.fleet.news import FleetNews
@@ -53,11 +52,9 @@ async def run_router(config: Config, *, version: str) -> int:
         beside.append(asyncio.create_task(router.watch_aliases(), name="watching the aliases"))
         if router.objects is not None:
             beside.append(asyncio.create_task(router.objects.run(), name="watching the objects"))
-        files = config.settings.http.tls.files
-        certificates = FileWatch(files, router.reload_certificates, what="certificates")
-        if certificates.needed:
-            running = certificates.run()
-            beside.append(asyncio.create_task(running, name="watching the certificates"))
+        for name, watch in router.file_watches().items():
+            what = f"watching the {name.replace('_', ' ')}"
+            beside.append(asyncio.create_task(watch.run(), name=what))
         held.push_async_callback(_end, beside)
         serving = asyncio.create_task(_serve(router, version, stop, held), name="serve")
         await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
@@ -99,6 +96,7 @@ async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncE
             f"{settings.http.host}:{settings.http.port} cannot be served: {error}."
         ) from None
     picker = None if settings.ext_proc_port is None else await _picker(router)
+    router.picker = picker
     _log_start(router, router.proxy)
     await stop.wait()
     router.stopping = True
@@ -137,7 +135,7 @@ async def _picker(router: Router) -> Picker:
             router.routing,
             not_ready=router.not_ready,
         )
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise InvalidInput(
             f"{http.host}:{settings.ext_proc_port} cannot be served: {error}."
         ) from None

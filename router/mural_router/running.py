@@ -7,10 +7,12 @@ import contextlib
 import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.file_watch import FileWatch
 from mural_resolvers.open_store import open_store
 from mural_resolvers.redaction import redacted
 from mural_resolvers.tenants import TenantsFile
@@ -38,6 +40,10 @@ from mural_router.routing.retry import RetryBudget
 from mural_router.routing.router import FleetRouting, RoutingOptions
 from mural_router.routing.versions import StoreVersions, Versions
 from mural_router.settings import KUBERNETES, RouterSettings, Secrets
+from mural_router.tokens import ReplicaTokens
+
+if TYPE_CHECKING:
+    from mural_router.picker import Picker
 
 __all__ = ["ConfiguredDiscovery", "Router", "open_limiter"]
 
@@ -101,6 +107,7 @@ class Router:
         self.config = config
         self.limiter = limiter
         settings, secrets = config.settings, config.secrets
+        self.tokens = ReplicaTokens(secrets, self._use_tokens)
         self.cluster = Cluster()
         self.tenants = _open_tenants(settings)
         self.aliases = _open_aliases(settings)
@@ -143,17 +150,21 @@ class Router:
             metrics=self.metrics,
             log=self.log,
             tracing=self.tracing,
-            options=_options(settings, secrets),
+            options=_options(settings, self.tokens),
             clock=asyncio.get_running_loop().time,
         )
         self.proxy: Proxy | None = None
+        self.picker: Picker | None = None
+        self.certificates = FileWatch(
+            settings.http.tls.files, self.reload_certificates, what="certificates"
+        )
         self.stopping = False
         self._in_force = settings
 
     def take_over(self, settings: RouterSettings) -> None:
         """Use changed settings: those that can change while requests are on their way."""
         old, self._in_force = self._in_force, settings
-        self.routing.options = _options(settings, self.config.secrets)
+        self.routing.options = _options(settings, self.tokens)
         self.routing.budget.settings = settings.retry
         self.breakers.settings = settings.breaker
         self.dispatch.policy = settings.placement
@@ -172,9 +183,23 @@ class Router:
             if self.aliases is not None:
                 await self.aliases.look()
 
+    def file_watches(self) -> dict[str, FileWatch]:
+        """Of what is renewed while the router runs, by a name for metrics."""
+        certificates = {"certificates": self.certificates} if self.certificates.needed else {}
+        return {**self.tokens.watches, **certificates}
+
+    def _use_tokens(self, tokens: ReplicaTokens) -> None:
+        self.routing.options = _options(self._in_force, tokens)
+        if tokens.control_token is not None:
+            self.fleet.use_control_token(tokens.control_token)
+        if tokens.vllm_api_key is not None:
+            self.fleet.use_vllm_api_key(tokens.vllm_api_key)
+
     def reload_certificates(self) -> None:
         """Read the files of TLS anew; raises ``ValueError`` and keeps the old ones."""
         context = replica_side(self.config.settings.http.tls)
+        if self.picker is not None:
+            self.picker.reload_certificates()
         if self.proxy is not None:
             self.proxy.reload_certificates()
         self.fleet.use_tls(context)
@@ -194,6 +219,7 @@ class Router:
 
     async def close(self) -> None:
         """Close what was opened, the proxy first. Each step has a bound."""
+        self.tokens.close()
         if self.proxy is not None:
             await self.proxy.close()
         self.dispatch.close()
@@ -205,12 +231,12 @@ class Router:
             await asyncio.to_thread(self.tracing.close)
 
 
-def _options(settings: RouterSettings, secrets: Secrets) -> RoutingOptions:
+def _options(settings: RouterSettings, tokens: ReplicaTokens) -> RoutingOptions:
     return RoutingOptions(
         queue_wait_s=settings.queue.wait_s,
         shared_names=frozenset(settings.shared_names),
-        router_token=secrets.router_token,
-        vllm_api_key=secrets.vllm_api_key,
+        router_token=tokens.router_token,
+        vllm_api_key=tokens.vllm_api_key,
     )
 
 

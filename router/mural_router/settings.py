@@ -78,6 +78,10 @@ class Secrets(msgspec.Struct, frozen=True, kw_only=True):
     """Shown to Mural servers, which then believe who the router says is asking."""
     control_token: str | None = None
     vllm_api_key: str | None = None
+    router_token_file: str | None = None
+    """Where it was read from, and is read again when it changes; so the next two."""
+    control_token_file: str | None = None
+    vllm_api_key_file: str | None = None
     redis_url: str | None = None
     """``redis[s]://[user:password@]host:port/db``: limits are counted there, over all routers."""
 

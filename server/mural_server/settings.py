@@ -278,6 +278,8 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     only the sources and the upload quotas of tenants count: the rest is the router's to keep."""
     router_token: str | None = None
     """Proves a router, in ``Authorization``."""
+    router_token_file: str | None = None
+    """As ``control_token_file``."""
     router_cert_name: tuple[str, ...] = ()
     """DNS names or URIs of client certificates that prove a router."""
     audit_log: str | None = None

@@ -131,7 +131,8 @@ class RouterCollector(Collector):
             "aliases": router.aliases,
             "objects": router.objects if isinstance(router.objects, FileObjects) else None,
         }
-        return {name: file.numbers for name, file in named.items() if file is not None}
+        read = {name: file.numbers for name, file in named.items() if file is not None}
+        return read | {name: watch.numbers for name, watch in router.file_watches().items()}
 
     def _objects(self) -> Iterator[Metric]:
         objects = self._router.objects

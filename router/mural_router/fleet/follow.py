@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from mural_resolvers.backoff import Backoff
@@ -160,15 +161,18 @@ class MuralFollower(Follower):
         endpoint: Endpoint,
         listener: Listener,
         *,
-        token: str | None,
+        tokens: Callable[[], Sequence[str | None]],
         ssl: TlsContext,
         idle_timeout_s: float,
     ) -> None:
-        """``ssl`` is asked for each connection."""
+        """``ssl`` and ``tokens`` are asked for each connection; of several tokens the server may
+        know either, as while a Secret reaches one pod after the other."""
         if endpoint.control_port is None:
             raise ValueError(f"{endpoint.name}: no control port to follow")
         self._host, self._port = endpoint.host, endpoint.control_port
-        self._token = token
+        self._tokens = tokens
+        self._unknown = 0
+        """Tokens that were not known there."""
         self._ssl = ssl
         self._idle_timeout_s = idle_timeout_s
         self._listener = listener
@@ -184,6 +188,7 @@ class MuralFollower(Follower):
                 self._reader.forget()
                 await asyncio.sleep(self._backoff.next_s())
             except ControlError as error:
+                self._unknown += error.status == 401
                 self._listener.lost(error.message, refused=error.refused)
                 await asyncio.sleep(self._backoff.next_s())
 
@@ -202,10 +207,11 @@ class MuralFollower(Follower):
                 await budget.spend(len(data))
 
     def _client(self) -> ControlClient:
+        tokens = self._tokens()
         return ControlClient(
             self._host,
             self._port,
-            token=self._token,
+            token=tokens[self._unknown % len(tokens)],
             ssl=self._ssl(),
             timeout_s=CONNECT_TIMEOUT_S,
             load_timeout_s=CONNECT_TIMEOUT_S,

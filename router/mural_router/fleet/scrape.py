@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 
@@ -49,14 +50,14 @@ class VLLMFollower(Follower):
         endpoint: Endpoint,
         listener: Listener,
         *,
-        api_key: str | None,
+        api_key: Callable[[], str | None],
         ssl: TlsContext,
         interval_s: float,
     ) -> None:
-        """``ssl`` is asked for each connection."""
+        """``ssl`` and ``api_key`` are asked for each connection."""
         self._endpoint = endpoint
         self._listener = listener
-        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._api_key = api_key
         self._ssl = ssl
         self._interval_s = interval_s
         self._backoff = Backoff(self.RETRY_FIRST_S, self.RETRY_MOST_S)
@@ -131,12 +132,13 @@ class VLLMFollower(Follower):
         self._names_until_s = now + MODELS_INTERVAL_S
 
     async def _get(self, path: str, max_bytes: int) -> tuple[int, bytes]:
+        api_key = self._api_key()
         async with exchange(
             self._endpoint.host,
             self._endpoint.port,
             "GET",
             path,
-            headers=self._headers,
+            headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
             ssl=self._ssl(),
             connect_timeout_s=TIMEOUT_S,
             answer_timeout_s=TIMEOUT_S,

@@ -56,6 +56,8 @@ class FleetView:
         self._discovery = discovery
         self._settings = settings
         self._ssl = settings.ssl
+        self._control_tokens: tuple[str | None, ...] = (settings.control_token,)
+        self._vllm_api_key = settings.vllm_api_key
         self._members: dict[str, Member] = {}
         self._subscribers: list[Subscriber] = []
         self._found = False
@@ -87,6 +89,16 @@ class FleetView:
     def use_tls(self, context: tls.SSLContext) -> None:
         """Show and check other certificates on every connection that is made from now on."""
         self._ssl = context
+
+    def use_control_token(self, token: str) -> None:
+        """Show another token on every connection that is made from now on, and the last one to
+        servers that do not know it yet."""
+        if token != self._control_tokens[0]:
+            self._control_tokens = (token, self._control_tokens[0])
+
+    def use_vllm_api_key(self, key: str) -> None:
+        """Show another key from now on."""
+        self._vllm_api_key = key
 
     def snapshot(self) -> tuple[MemberView, ...]:
         """Every replica with what is known of it."""
@@ -178,14 +190,14 @@ class FleetView:
             return VLLMFollower(
                 endpoint,
                 listener,
-                api_key=settings.vllm_api_key,
+                api_key=lambda: self._vllm_api_key,
                 ssl=ssl,
                 interval_s=settings.scrape_interval_s,
             )
         return MuralFollower(
             endpoint,
             listener,
-            token=settings.control_token,
+            tokens=lambda: self._control_tokens,
             ssl=ssl,
             idle_timeout_s=settings.stale_after_s,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,10 +48,23 @@ class PickerSettings:
 class Picker:
     """A running server. For one event loop."""
 
-    def __init__(self, server: grpc.aio.Server, host: str, port: int) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        host: str,
+        port: int,
+        certificate: _Certificate | None,
+    ) -> None:
         self.host = host
         self.port = port
         self._server = server
+        self._certificate = certificate
+
+    def reload_certificates(self) -> None:
+        """Read the files anew, for new connections. Raises `ValueError`, and keeps the old ones,
+        when they do not fit."""
+        if self._certificate is not None:
+            self._certificate.reload()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; those in flight may end within the grace period, then are cut."""
@@ -60,7 +74,7 @@ class Picker:
 async def start_picker(
     settings: PickerSettings, routing: Routing, *, not_ready: Callable[[], str | None]
 ) -> Picker:
-    """Serve. Raises `OSError` for an address or a file that cannot be used."""
+    """Serve. Raises `OSError` for an address, `ValueError` for a file that cannot be used."""
     server = grpc.aio.server(
         options=(
             ("grpc.so_reuseport", 0),
@@ -72,19 +86,46 @@ async def start_picker(
     )
     add_HealthServicer_to_server(_Health(not_ready), server)
     address = f"[{settings.host}]" if ":" in settings.host else settings.host
-    port = _bind(server, f"{address}:{settings.port}", settings)
+    certificate = None
+    if settings.certfile is not None and settings.keyfile is not None:
+        certificate = _Certificate(settings.certfile, settings.keyfile)
+    port = _bind(server, f"{address}:{settings.port}", certificate)
     await server.start()
-    return Picker(server, settings.host, port)
+    return Picker(server, settings.host, port, certificate)
 
 
-def _bind(server: grpc.aio.Server, address: str, settings: PickerSettings) -> int:
+def _bind(server: grpc.aio.Server, address: str, certificate: _Certificate | None) -> int:
     try:
-        if settings.certfile is None or settings.keyfile is None:
+        if certificate is None:
             return int(server.add_insecure_port(address))
-        pair = (Path(settings.keyfile).read_bytes(), Path(settings.certfile).read_bytes())
-        return int(server.add_secure_port(address, grpc.ssl_server_credentials((pair,))))
+        return int(server.add_secure_port(address, certificate.credentials()))
     except RuntimeError as error:
         raise OSError(str(error)) from None
+
+
+class _Certificate:
+    """A certificate and its key, read from their files."""
+
+    def __init__(self, certfile: str, keyfile: str) -> None:
+        """Raises `ValueError` when they cannot be read, or do not fit."""
+        self._files = (certfile, keyfile)
+        self.reload()
+
+    def reload(self) -> None:
+        """Read them anew; raises as the constructor."""
+        certfile, keyfile = self._files
+        try:
+            pair = (Path(keyfile).read_bytes(), Path(certfile).read_bytes())
+            # gRPC itself would tell of a key that does not fit in its own log alone.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+        except (OSError, ssl.SSLError) as error:
+            reason = error.strerror or type(error).__name__
+            raise ValueError(f"the certificate cannot be used: {reason}") from None
+        self._current = grpc.ssl_server_certificate_configuration((pair,))
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Which show, on each new connection, what was read last."""
+        return grpc.dynamic_ssl_server_credentials(self._current, lambda: self._current)
 
 
 class _ExternalProcessor:

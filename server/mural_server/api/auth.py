@@ -41,7 +41,7 @@ class Authenticator:
         self.mode = mode
         self._admin_hashes = tuple(hashlib.sha256(key.encode()).digest() for key in admin_keys)
         self.tenants = tenants
-        self._router = router
+        self.router = router
         self._clock = clock
 
     def principal(self, request: Request) -> Principal:
@@ -51,14 +51,14 @@ class Authenticator:
         """
         if self.mode == "open":
             return ANYONE
-        if self._router is not None:
-            return self._router.principal(request)
+        if self.router is not None:
+            return self.router.principal(request)
         return self._holder(request.headers)
 
     def caller(self, request: Request) -> Caller:
         """As `principal`, of an inference, whose name a router has authorised already."""
-        if self._router is not None:
-            return self._router.caller(request)
+        if self.router is not None:
+            return self.router.caller(request)
         return Caller(self.principal(request))
 
     def admin(self, request: Request) -> Principal:

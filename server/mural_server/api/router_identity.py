@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
 import re
 from collections.abc import Iterable
@@ -16,6 +14,7 @@ from mural_resolvers.names import is_tenant
 from mural_resolvers.tenants import ANYONE, Principal, TenantLimits, TenantsFile
 from mural_server.api.errors import BadParameter
 from mural_server.api.http_protocol import PEER_NAMES
+from mural_server.api.renewed_token import RenewedToken
 from mural_server.catalog import ServedModel
 
 __all__ = ["Caller", "RouterIdentity"]
@@ -52,11 +51,11 @@ class RouterIdentity:
     def __init__(
         self,
         *,
-        token: str | None,
+        token: RenewedToken | None,
         cert_names: Iterable[str] = (),
         tenants: TenantsFile | None = None,
     ) -> None:
-        self._token_hash = None if token is None else hashlib.sha256(token.encode()).digest()
+        self.token = token
         self._cert_names = frozenset(cert_names)
         self._tenants = tenants
 
@@ -105,14 +104,10 @@ class RouterIdentity:
         names: frozenset[str] = request.scope.get("state", {}).get(PEER_NAMES, frozenset())
         if not names.isdisjoint(self._cert_names):
             return
-        if self._token_hash is None:
-            raise Unauthorized()
         sent = request.headers.getlist("authorization")
         if len(sent) != 1 or len(sent[0]) > MAX_AUTHORIZATION_CHARS:
             raise Unauthorized()
-        scheme, _, token = sent[0].partition(" ")
-        found = hashlib.sha256(token.strip(" ").encode("utf-8", "replace")).digest()
-        if scheme.lower() != "bearer" or not hmac.compare_digest(found, self._token_hash):
+        if self.token is None or not self.token.is_shown_in(sent[0]):
             raise Unauthorized()
 
 

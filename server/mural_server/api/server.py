@@ -25,7 +25,7 @@ from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
 from mural_resolvers.resolver import LoRAResolver
-from mural_resolvers.secret_text import read_secret
+from mural_resolvers.secret_text import watch_secret
 from mural_resolvers.sources import open_registry
 from mural_resolvers.tenants import TenantAccounts, TenantsFile
 from mural_resolvers.tracing import Tracing, open_tracing
@@ -38,6 +38,7 @@ from mural_server.api.control_gate import ControlGate
 from mural_server.api.http_protocol import OpenAIHttpProtocol
 from mural_server.api.metrics import AccessCollector, Metrics, SourcesCollector, UploadsCollector
 from mural_server.api.readiness import Readiness
+from mural_server.api.renewed_token import RenewedToken
 from mural_server.api.router_identity import RouterIdentity
 from mural_server.api.sampling import SamplingDefaults
 from mural_server.api.state import AppState
@@ -287,7 +288,9 @@ def _authenticator(settings: ServerSettings) -> Authenticator:
     router = None
     if settings.resolved_auth == "router":
         router = RouterIdentity(
-            token=settings.router_token, cert_names=settings.router_cert_name, tenants=tenants
+            token=_renewed(settings.router_token),
+            cert_names=settings.router_cert_name,
+            tenants=tenants,
         )
     return Authenticator(
         settings.resolved_auth, admin_keys=settings.api_key, tenants=tenants, router=router
@@ -400,7 +403,8 @@ async def serve_state(state: AppState, sockets: list[socket.socket], stop: async
     Gives the exit status. What was open when it ends has been drained, or told why not.
     """
     feed = StateFeed(state)
-    gate = ControlGate(state.settings.control_token)
+    control_token = _renewed(state.settings.control_token)
+    gate = ControlGate(control_token)
     tls = _tls(state.settings)
     servers = [_server(create_app(state), tls)]
     if len(sockets) > 1:
@@ -410,7 +414,7 @@ async def serve_state(state: AppState, sockets: list[socket.socket], stop: async
         for server, bound in zip(servers, sockets, strict=True)
     ]
     beside = [asyncio.create_task(feed.run(), name="the state's watch")]
-    for watch in _watches(state.settings, gate, tls):
+    for watch in _watches(state, control_token, tls):
         beside.append(asyncio.create_task(watch.run(), name="a watch of files"))
     try:
         return await _until_end(state, feed, stop, [*serving, *beside])
@@ -432,22 +436,29 @@ def _tls(settings: ServerSettings) -> PortTls | None:
         raise SettingsError(f"--ssl-certfile: {error}.") from None
 
 
+def _renewed(token: str | None) -> RenewedToken | None:
+    return None if token is None else RenewedToken(token)
+
+
 def _watches(
-    settings: ServerSettings, gate: ControlGate, tls: PortTls | None
+    state: AppState, control_token: RenewedToken | None, tls: PortTls | None
 ) -> Iterator[FileWatch]:
     """Of what is renewed while the server runs."""
+    settings, router = state.settings, state.auth.router
     if tls is not None:
         files = (settings.ssl_certfile, settings.ssl_keyfile, settings.ssl_ca_certs)
         yield FileWatch(files, tls.reload, what="certificates")
-    token_file = settings.control_token_file
-    if token_file is not None:
-
-        def renew() -> None:
-            token = read_secret(token_file, "control_token_file", "", {})
-            assert token is not None  # An empty file is refused.
-            gate.renew(token)
-
-        yield FileWatch([token_file], renew, what="control token")
+    for flag, path, token in (
+        ("control_token_file", settings.control_token_file, control_token),
+        (
+            "router_token_file",
+            settings.router_token_file,
+            None if router is None else router.token,
+        ),
+    ):
+        if path is not None and token is not None:
+            what = flag.removesuffix("_file").replace("_", " ")
+            yield watch_secret(path, flag, token.renew, what=what)
 
 
 async def _until_end(

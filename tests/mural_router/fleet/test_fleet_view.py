@@ -277,3 +277,17 @@ async def test_a_follower_that_fails_is_begun_again(
     watched = await watch(endpoint_of(await start_server()))
     await watched.ready("a")
     assert "a fault of ours" in caplog.text
+
+
+@pytest.mark.parametrize("servers", ["first-control-token", "second-control-token"])
+async def test_while_a_token_is_renewed_a_server_may_know_either(
+    watch, start_server, endpoint_of, listed, servers
+):
+    old, new = "first-control-token", "second-control-token"
+    found = listed()
+    watched = await watch(found, control_token=old)
+    watched.view.use_control_token(new)
+    watched.view.use_control_token(new)
+    server = await start_server(control_token=servers)
+    found.sets.put_nowait((endpoint_of(server),))
+    await watched.replica("a", lambda one: not one.stale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 import trustme
 
+import mural_resolvers.file_watch
 from mural_resolvers.tenants import mint_key
 from mural_server.commands import server_settings
 from mural_server.settings import ServerSettings, SettingsError
@@ -261,6 +263,24 @@ async def test_a_certificate_of_another_authority_gets_no_connection(mutual, aut
     with pytest.raises((httpx.ReadError, httpx.ConnectError, httpx.RemoteProtocolError)):
         await status_with(mutual, stranger, {"x-mural-tenant": "acme"})
     assert mutual.engine.requests == []
+
+
+async def test_a_running_server_takes_a_router_token_whose_file_has_changed(
+    start_server, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mural_resolvers.file_watch, "POLL_S", 0.01)
+    file = tmp_path / "token"
+    await asyncio.to_thread(file.write_text, TOKEN)
+    server = await start_server(auth="router", router_token=TOKEN, router_token_file=str(file))
+    renewed = {"authorization": "Bearer the-renewed-token", "x-mural-tenant": "acme"}
+    assert (await ask(server, "tiny", renewed)).status_code == 401
+    await asyncio.to_thread(file.write_text, "")
+    await asyncio.to_thread(file.write_text, "the-renewed-token\n")
+    async with asyncio.timeout(20):
+        while (await ask(server, "tiny", renewed)).status_code == 401:
+            pass
+    assert (await ask(server, "tiny", renewed)).status_code == 200
+    assert (await ask(server, "tiny", ACME)).status_code == 200, "routers learn of it later"
 
 
 # -- settings -------------------------------------------------------------------------------------
