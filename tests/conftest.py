@@ -10,14 +10,19 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    import psutil
 
 TinyModel = Callable[[str], Path]
 
@@ -71,6 +76,19 @@ def tiny_save() -> Callable[..., Path]:
 kube_api = module_here("kubernetes_api").kube_api
 
 CLUSTER_WAIT_S = 90.0
+API_SERVER = "kube-apiserver"
+
+
+def running(file: Path) -> psutil.Process | None:
+    """The program whose process id the file holds; None where it has ended."""
+    # Not there in every environment that loads this file, such as one made for vLLM.
+    import psutil
+
+    try:
+        process = psutil.Process(int(file.read_text().split()[0]))
+        return None if process.status() == psutil.STATUS_ZOMBIE else process
+    except (psutil.NoSuchProcess, IndexError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -89,8 +107,15 @@ class Cluster:
         return Path(self.environment["KUBECONFIG"])
 
     def start(self) -> None:
-        """Start what does not run, on the data that is there."""
-        for each in self._dead():
+        """Start what does not run, on the data that is there.
+
+        Controllers that have lost their API server are started anew with it: left alone they look
+        for it again after a minute or two (client-go's backoff grows with each loss), and may end.
+        """
+        dead = self._dead()
+        if any(file.name == API_SERVER for file in dead):
+            dead = self._end(self._programs())
+        for each in dead:
             # Where nobody waits for it, a program that has ended looks as if it ran.
             each.unlink()
         subprocess.run(
@@ -101,33 +126,32 @@ class Cluster:
         )
 
     def mend(self) -> None:
-        """Start again what an API server that was killed has taken along."""
+        """Start again what has ended."""
         if self._dead():
             self.start()
 
+    def _programs(self) -> list[Path]:
+        """The files that name the running API server and its controllers, but not etcd."""
+        folder = self.state / "run"
+        return list(folder.glob("k*")) if folder.is_dir() else []
+
+    def _end(self, files: list[Path]) -> list[Path]:
+        """SIGKILL each of these programs that runs, and wait for its end; the files."""
+        for process in filter(None, map(running, files)):
+            process.kill()
+        ends = time.monotonic() + 30
+        while any(map(running, files)):
+            assert time.monotonic() < ends, f"still there after SIGKILL: {files}"
+            time.sleep(0.05)
+        return files
+
     def _dead(self) -> list[Path]:
         """The files of the programs that have ended."""
-        import psutil
-
-        def runs(file: Path) -> bool:
-            try:
-                pid = int(file.read_text().split()[0])
-                return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-            except (psutil.NoSuchProcess, IndexError):
-                return False
-
-        folder = self.state / "run"
-        return [file for file in folder.glob("k*") if not runs(file)] if folder.is_dir() else []
+        return [file for file in self._programs() if running(file) is None]
 
     def kill_api_server(self) -> None:
         """SIGKILL, and wait for its end. `start` brings it back."""
-        # Not there in every environment that loads this file, such as one made for vLLM.
-        import psutil
-
-        pid = int((self.state / "run" / "kube-apiserver").read_text().split()[0])
-        process = psutil.Process(pid)
-        process.kill()
-        process.wait(30)
+        self._end([self.state / "run" / API_SERVER])
 
     def stop(self) -> None:
         """End all of it, and remove its data."""
