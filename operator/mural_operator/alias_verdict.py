@@ -6,11 +6,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from mural_operator.conditions import Condition, listed
+from mural_operator.unreadable import Unreadable
 from mural_resolvers.kubernetes.aliases import RefusedAlias, judge_aliases
 from mural_resolvers.kubernetes.objects import AdapterAlias
 from mural_resolvers.names import AdapterName
 
-__all__ = ["AliasVerdict", "alias_verdicts"]
+__all__ = ["AliasVerdict", "alias_verdicts", "of_unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,21 @@ def alias_verdicts(
         alias.metadata.key: _verdict(alias, refused.get(alias.metadata.key), declared)
         for alias in every
     }
+
+
+def of_unreadable(alias: Unreadable) -> AliasVerdict:
+    """Judge an object that cannot be read."""
+    accepted = Condition(
+        "Accepted",
+        "False",
+        "Malformed",
+        "This object cannot be read: mend what is wrong in it. Routers that could read it before "
+        f"obey it as it was then, others do not know it. {alias.message}",
+    )
+    declared = Condition(
+        "Declared", "Unknown", "Malformed", "Not judged while the object cannot be read."
+    )
+    return AliasVerdict((accepted, declared), accepted.reason)
 
 
 def _verdict(

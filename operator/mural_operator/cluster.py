@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Generic, TypeVar
 
 import msgspec
 
 from mural_operator.metrics import Freshness
+from mural_operator.owners import Owners, owners
 from mural_operator.replicas import Target
-from mural_resolvers.errors import InvalidInput, MuralError
+from mural_operator.unreadable import (
+    LastReadable,
+    Outdated,
+    Unreadable,
+    UnreadableAdapter,
+    UnreadableTenant,
+    read_adapter_or_not,
+    read_alias_or_not,
+    read_pool_or_not,
+    read_tenant_or_not,
+)
+from mural_resolvers.errors import InvalidInput
 from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.objects import (
     Adapter,
@@ -20,11 +31,6 @@ from mural_resolvers.kubernetes.objects import (
     ObjectMeta,
     ServingPool,
     Tenant,
-    TenantSpec,
-    read_adapter,
-    read_alias,
-    read_pool,
-    read_tenant,
 )
 from mural_resolvers.kubernetes.paths import (
     ADAPTER_ALIASES,
@@ -34,18 +40,13 @@ from mural_resolvers.kubernetes.paths import (
     TENANTS,
     Resource,
 )
-from mural_resolvers.kubernetes.tenants import namespaces_of
-from mural_resolvers.kubernetes.watch import Watch, from_json
+from mural_resolvers.kubernetes.watch import Watch
 
 __all__ = [
     "Cluster",
     "KubePod",
-    "Unreadable",
-    "UnreadableTenant",
     "Wakes",
-    "read_adapter_or_not",
     "read_pod",
-    "read_tenant_or_not",
 ]
 
 ENDED: Final = frozenset({"Succeeded", "Failed"})
@@ -73,26 +74,6 @@ class Wakes(ABC):
         """An AdapterAlias, or an Adapter that one may stand for, has changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unreadable:
-    """An Adapter that a schema of another day let through. Its end must not wait for ours."""
-
-    metadata: ObjectMeta
-    pool: str
-    """Empty: it does not say."""
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class UnreadableTenant:
-    """A Tenant of which not all can be read: who it is and where it may declare still holds, so
-    that its adapters stay and no younger object takes its place."""
-
-    tenant: Tenant
-    """No more than that."""
-    message: str
-
-
 class KubePod(msgspec.Struct, frozen=True):
     """A pod, as far as it is of use."""
 
@@ -118,21 +99,32 @@ class Cluster:
 
     def __init__(self, client: KubeClient, namespace: str, watched: tuple[str, ...] | None) -> None:
         self.namespace = namespace
-        self.namespaces: Mapping[str, frozenset[str]] = {}
-        """By tenant, those that may declare its adapters and aliases."""
+        self.owners = Owners({})
+        """Which namespaces may declare adapters."""
         self._adapters = [
             Watch(client, path, read_adapter_or_not, what=f"adapters{where}")
             for path, where in _paths(ADAPTERS, watched)
         ]
         self._aliases = [
-            Watch(client, path, from_json(read_alias), what=f"adapter aliases{where}")
+            Watch(client, path, read_alias_or_not, what=f"adapter aliases{where}")
             for path, where in _paths(ADAPTER_ALIASES, watched)
         ]
         self._pools = Watch(
-            client, SERVING_POOLS.of(namespace), from_json(read_pool), what="serving pools"
+            client, SERVING_POOLS.of(namespace), read_pool_or_not, what="serving pools"
         )
         self._tenants = Watch(client, TENANTS.of(namespace), read_tenant_or_not, what="tenants")
         self._pods = Watch(client, PODS.of(namespace), read_pod, what="pods")
+        self._last_adapters: LastReadable[Adapter] = LastReadable()
+        self._last_pools: LastReadable[ServingPool] = LastReadable()
+        self._last_tenants: LastReadable[Tenant] = LastReadable()
+        self.pools: dict[str, ServingPool] = {}
+        """By name, as they are, or were when they could last be read; so adapters and tenants."""
+        self.outdated_pools: dict[str, Outdated] = {}
+        """By name, those that stand as they were."""
+        self.tenants: tuple[Tenant, ...] = ()
+        self.outdated_tenants: dict[str, Outdated] = {}
+        """By key; so the adapters."""
+        self.outdated_adapters: dict[str, Outdated] = {}
         self._by_pool = _ByPool()
         self._members: dict[str, tuple[KubePod, ...]] = {}
         self._at_door: dict[tuple[str, int, int], KubePod] = {}
@@ -143,57 +135,70 @@ class Cluster:
     # -- what is there ----------------------------------------------------------------------------
 
     @property
-    def pools(self) -> dict[str, ServingPool]:
-        """By name."""
-        return {pool.metadata.name: pool for pool in self._pools.objects.values()}
-
-    @property
     def pool_names(self) -> frozenset[str]:
         """Of the pools, and of those that adapters name although there is none."""
-        return frozenset(self.pools) | self._by_pool.names
+        there = (pool.metadata.name for pool in self._pools.objects.values())
+        return frozenset(there) | self._by_pool.names
 
-    def pool(self, name: str) -> ServingPool | None:
-        """One pool; None: there is none of the name, or none that can be read."""
+    def pool(self, name: str) -> ServingPool | Unreadable | None:
+        """One pool; `Unreadable`: it never could be read; None: there is none of the name."""
+        if name in self.pools:
+            return self.pools[name]
         return self._pools.objects.get(f"{self.namespace}/{name}")
 
     def adapters_of(self, pool: str) -> tuple[Adapter, ...]:
-        """Those that name a pool and can be read, by key."""
+        """Those that name a pool, by key."""
         return tuple(each for each in self._by_pool.of(pool) if isinstance(each, Adapter))
 
-    def unreadable_of(self, pool: str) -> tuple[Unreadable, ...]:
-        """Those that name a pool and cannot be read. Those that name none are of every pool."""
+    def unreadable_of(self, pool: str) -> tuple[UnreadableAdapter, ...]:
+        """Those that name a pool and never could be read. Those that name none are of every
+        pool."""
         return tuple(
             each
             for which in {pool, ""}
             for each in self._by_pool.of(which)
-            if isinstance(each, Unreadable)
+            if isinstance(each, UnreadableAdapter)
         )
 
     @property
     def adapters(self) -> tuple[Adapter, ...]:
-        """All that can be read."""
-        return tuple(
-            each
-            for watch in self._adapters
-            for each in watch.objects.values()
-            if isinstance(each, Adapter)
+        """All but those that never could be read."""
+        return self._by_pool.adapters
+
+    @property
+    def unreadable_adapters(self) -> tuple[UnreadableAdapter, ...]:
+        """Those."""
+        return self._by_pool.unreadable
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is declared is known. Else what no adapter wants may be wanted by one
+        that cannot be read, or by those of a pool that cannot."""
+        return (
+            len(self.pools) == len(self._pools.objects)
+            and not self._by_pool.unreadable
+            and not self._pools.invalid
+            and not any(watch.invalid for watch in self._adapters)
         )
 
     @property
     def aliases(self) -> tuple[AdapterAlias, ...]:
         """All that can be read."""
-        return tuple(each for watch in self._aliases for each in watch.objects.values())
+        return tuple(each for each in self._every_alias() if isinstance(each, AdapterAlias))
 
     @property
-    def tenants(self) -> tuple[Tenant, ...]:
-        """All that can be read."""
-        return tuple(each for each in self._tenants.objects.values() if isinstance(each, Tenant))
+    def unreadable_aliases(self) -> tuple[Unreadable, ...]:
+        """The others."""
+        return tuple(each for each in self._every_alias() if isinstance(each, Unreadable))
 
     @property
     def unreadable_tenants(self) -> tuple[UnreadableTenant, ...]:
-        """The others."""
-        every = self._tenants.objects.values()
-        return tuple(each for each in every if isinstance(each, UnreadableTenant))
+        """Those that never could be read."""
+        return tuple(
+            each
+            for key, each in self._tenants.objects.items()
+            if isinstance(each, UnreadableTenant) and key not in self.outdated_tenants
+        )
 
     def pods_of(self, pool: str) -> tuple[KubePod, ...]:
         """The pods of a pool, by name: those that its labels select and no older pool does."""
@@ -260,39 +265,96 @@ class Cluster:
 
         return changed
 
-    def _adapter_of(self, watch: Watch[Adapter | Unreadable]) -> Callable[[str | None], None]:
+    def _adapter_of(
+        self, watch: Watch[Adapter | UnreadableAdapter]
+    ) -> Callable[[str | None], None]:
         def look(key: str | None) -> None:
+            was_complete = self.complete
             if key is None:
-                self._by_pool.replace(
-                    each for one in self._adapters for each in one.objects.values()
-                )
+                self._take_adapters()
                 self._wake_pool("")
             else:
-                for pool in self._by_pool.put(key, watch.objects.get(key)):
+                for pool in self._put_adapter(key, watch):
                     self._wake_pool(pool)
+            if self.complete != was_complete:
+                # While one cannot be read nothing is unloaded anywhere for want of an object.
+                self._wake_pool("")
             self._wake_aliases()
 
         return look
 
+    def _every_alias(self) -> Iterator[AdapterAlias | Unreadable]:
+        for watch in self._aliases:
+            yield from watch.objects.values()
+
+    def _take_adapters(self) -> None:
+        found = {key: each for watch in self._adapters for key, each in watch.objects.items()}
+        unseen = {key for watch in self._adapters for key in watch.invalid}
+        self._last_adapters.keep(found.keys() | unseen)
+        self.outdated_adapters.clear()
+        self._by_pool.replace(self._standing(each) for each in found.values())
+
+    def _put_adapter(self, key: str, watch: Watch[Adapter | UnreadableAdapter]) -> set[str]:
+        found = watch.objects.get(key)
+        if found is not None:
+            return self._by_pool.put(key, self._standing(found))
+        self.outdated_adapters.pop(key, None)
+        if key not in watch.invalid:
+            self._last_adapters.drop(key)
+        return self._by_pool.put(key, None)
+
+    def _standing(self, found: Adapter | UnreadableAdapter) -> Adapter | UnreadableAdapter:
+        """An adapter as it is acted upon, which its last change may have left as it was."""
+        key, last = found.metadata.key, self._last_adapters.take(found)
+        if not isinstance(found, UnreadableAdapter) or last is None:
+            self.outdated_adapters.pop(key, None)
+            return found
+        self.outdated_adapters[key] = Outdated(last.metadata.generation, found.message)
+        return Adapter(found.metadata, last.spec, found.status)
+
     def _pool(self, key: str | None) -> None:
+        self._last_pools.keep(self._pools.objects.keys() | self._pools.invalid.keys())
+        self.pools, self.outdated_pools = {}, {}
+        for found in self._pools.objects.values():
+            name, last = found.metadata.name, self._last_pools.take(found)
+            if last is not None:
+                self.pools[name] = ServingPool(found.metadata, last.spec)
+            if isinstance(found, Unreadable) and last is not None:
+                self.outdated_pools[name] = Outdated(last.metadata.generation, found.message)
         self._assign()
-        # The pool itself may be new, or gone.
-        self._wake_pool("" if key is None else key.partition("/")[2])
+        # It may be new, or gone; and while it cannot be read nothing is complete for the others.
+        self._wake_pool("")
 
     def _tenant(self, key: str | None) -> None:
-        known = (*self.tenants, *(each.tenant for each in self.unreadable_tenants))
-        before, self.namespaces = self.namespaces, namespaces_of(known)
+        self._last_tenants.keep(self._tenants.objects.keys() | self._tenants.invalid.keys())
+        standing, self.outdated_tenants = [], {}
+        for found in self._tenants.objects.values():
+            last = self._last_tenants.take(found)
+            if last is not None:
+                standing.append(Tenant(found.metadata, last.spec))
+            if isinstance(found, UnreadableTenant) and last is not None:
+                generation = last.metadata.generation
+                self.outdated_tenants[found.metadata.key] = Outdated(generation, found.message)
+        self.tenants = tuple(standing)
+        before = self.owners
+        self.owners = owners(
+            self.tenants,
+            before.last,
+            outdated=self.outdated_tenants.keys(),
+            unreadable=self.unreadable_tenants,
+            complete=not self._tenants.invalid,
+        )
         for each in self._told:
             each.tenants()
-        if self.namespaces != before:
+        if self.owners != before:
             self._wake_pool("")
-            self._wake_aliases()
+        self._wake_aliases()
 
     def _assign(self) -> None:
         """Give each pod to the oldest pool that selects it: two would undo each other's work."""
         members: dict[str, list[KubePod]] = {}
         doors: dict[tuple[str, int, int], KubePod] = {}
-        pools = sorted(self._pools.objects.values(), key=lambda pool: pool.metadata.age)
+        pools = sorted(self.pools.values(), key=lambda pool: pool.metadata.age)
         for pod in sorted(self._pods.objects.values(), key=lambda pod: pod.metadata.name):
             owner = next((pool for pool in pools if _selects(pool, pod)), None)
             if owner is not None and not pod.ended:
@@ -341,26 +403,42 @@ class _ByPool:
 
     def __init__(self) -> None:
         self._pool: dict[str, str] = {}
-        self._objects: dict[str, dict[str, Adapter | Unreadable]] = {}
+        self._objects: dict[str, dict[str, Adapter | UnreadableAdapter]] = {}
+        self._unreadable: dict[str, UnreadableAdapter] = {}
 
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._objects) - {""}
 
-    def of(self, pool: str) -> list[Adapter | Unreadable]:
+    @property
+    def adapters(self) -> tuple[Adapter, ...]:
+        return tuple(
+            each
+            for found in self._objects.values()
+            for each in found.values()
+            if isinstance(each, Adapter)
+        )
+
+    @property
+    def unreadable(self) -> tuple[UnreadableAdapter, ...]:
+        return tuple(self._unreadable.values())
+
+    def of(self, pool: str) -> list[Adapter | UnreadableAdapter]:
         found = self._objects.get(pool, {})
         return [found[key] for key in sorted(found)]
 
-    def replace(self, objects: Iterable[Adapter | Unreadable]) -> None:
+    def replace(self, objects: Iterable[Adapter | UnreadableAdapter]) -> None:
         self._pool.clear()
         self._objects.clear()
+        self._unreadable.clear()
         for each in objects:
             self.put(each.metadata.key, each)
 
-    def put(self, key: str, found: Adapter | Unreadable | None) -> set[str]:
+    def put(self, key: str, found: Adapter | UnreadableAdapter | None) -> set[str]:
         """The pools whose adapters have changed."""
         pools = set()
         before = self._pool.pop(key, None)
+        self._unreadable.pop(key, None)
         if before is not None:
             pools.add(before)
             del self._objects[before][key]
@@ -371,6 +449,8 @@ class _ByPool:
             pools.add(pool)
             self._pool[key] = pool
             self._objects.setdefault(pool, {})[key] = found
+            if isinstance(found, UnreadableAdapter):
+                self._unreadable[key] = found
         return pools
 
 
@@ -394,55 +474,6 @@ def _selects(pool: ServingPool, pod: KubePod) -> bool:
 
 
 # -- reading --------------------------------------------------------------------------------------
-
-
-class _Names(msgspec.Struct):
-    pool: str = ""
-
-
-class _Any(msgspec.Struct):
-    metadata: ObjectMeta
-    spec: _Names = msgspec.field(default_factory=_Names)
-
-
-class _Meta(msgspec.Struct):
-    metadata: ObjectMeta
-
-
-def read_adapter_or_not(data: bytes) -> Adapter | Unreadable:
-    """Read an Adapter's JSON; raise ValueError where not even its metadata can be read."""
-    fields: object = msgspec.json.decode(data)
-    try:
-        return read_adapter(fields)
-    except MuralError as error:
-        try:
-            named = msgspec.convert(fields, _Any)
-        except msgspec.ValidationError:
-            # Not even the name of a pool is one.
-            metadata = msgspec.convert(fields, _Meta).metadata
-            return Unreadable(metadata, "", error.message)
-        return Unreadable(named.metadata, named.spec.pool, error.message)
-
-
-class _Owner(msgspec.Struct):
-    tenant: str | None = None
-    namespaces: tuple[str, ...] = ()
-
-
-class _OwnerOnly(msgspec.Struct):
-    metadata: ObjectMeta
-    spec: _Owner = msgspec.field(default_factory=_Owner)
-
-
-def read_tenant_or_not(data: bytes) -> Tenant | UnreadableTenant:
-    """Read a Tenant's JSON; raise ValueError where not even who it is can be read."""
-    fields: object = msgspec.json.decode(data)
-    try:
-        return read_tenant(fields)
-    except MuralError as error:
-        found = msgspec.convert(fields, _OwnerOnly)
-        spec = TenantSpec(tenant=found.spec.tenant, namespaces=found.spec.namespaces)
-        return UnreadableTenant(Tenant(found.metadata, spec), error.message)
 
 
 class _Condition(msgspec.Struct):

@@ -18,6 +18,7 @@ from mural_operator.router_keys import RouterKeys
 from mural_operator.status_writer import StatusWriter
 from mural_operator.statuses import Statuses
 from mural_operator.tenants_worker import TenantsWorker
+from mural_operator.unreadable_worker import UnreadableWorker
 from mural_operator.worker import Worker
 from mural_resolvers.kubernetes.client import KubeClient
 
@@ -63,6 +64,7 @@ class Controller(Wakes, FleetListener):
         keys = RouterKeys(services.client, services.cluster.namespace, services.router_keys, now)
         self._tenants = TenantsWorker(ground, keys)
         self._aliases = AliasesWorker(ground)
+        self._unreadable = UnreadableWorker(ground)
         self._pools = _Pools(ground)
 
     async def run(self) -> None:
@@ -74,7 +76,7 @@ class Controller(Wakes, FleetListener):
             async with asyncio.TaskGroup() as group:
                 self._pools.group = group
                 group.create_task(self._statuses.run(), name="the statuses")
-                for worker in (self._tenants, self._aliases, self._pools):
+                for worker in (self._tenants, self._aliases, self._unreadable, self._pools):
                     group.create_task(worker.run(), name=worker.name)
         finally:
             self._fleet.tell(None)
@@ -84,6 +86,7 @@ class Controller(Wakes, FleetListener):
     # -- being told -------------------------------------------------------------------------------
 
     def pools(self) -> None:
+        self._unreadable.wake()
         self._pools.wake()
         for worker in self._pools.workers():
             worker.wake()
@@ -92,6 +95,7 @@ class Controller(Wakes, FleetListener):
         worker = self._pools.get(name)
         if worker is not None:
             worker.wake()
+        self._unreadable.wake()
         # It may be the first that is heard of it, or the last.
         self._pools.wake()
 

@@ -17,8 +17,13 @@ __all__ = ["Rejected", "judge"]
 class Rejected:
     """Why an object is not acted upon: a reason for programs, a sentence for people."""
 
-    reason: Literal["NotAllowed", "SourceNotAllowed", "OtherBase", "Conflict"]
+    reason: Literal["NotAllowed", "TenantNotAccepted", "SourceNotAllowed", "OtherBase", "Conflict"]
     message: str
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether it is the object's own fault; else what is resident stays."""
+        return self.reason != "TenantNotAccepted"
 
 
 def judge(world: World) -> dict[str, Rejected]:
@@ -35,7 +40,14 @@ def judge(world: World) -> dict[str, Rejected]:
 
 def _on_its_own(adapter: Adapter, world: World) -> Rejected | None:
     spec, namespace = adapter.spec, adapter.metadata.namespace
-    if namespace not in world.namespaces.get(spec.tenant, frozenset()):
+    if not world.owners.allow(spec.tenant, namespace):
+        if world.owners.may_allow(spec.tenant):
+            return Rejected(
+                "TenantNotAccepted",
+                f"Whether {namespace} may declare for {spec.tenant} cannot be told, since a Tenant "
+                "is not accepted: mend what that object says is wrong. Nothing is loaded until "
+                "then, and what is resident stays.",
+            )
         return Rejected(
             "NotAllowed",
             f"No accepted Tenant of the id {spec.tenant} lists the namespace {namespace}: add it "

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from mural_operator.conditions import Condition, listed, said
 from mural_operator.reconcile import Plan
+from mural_operator.unreadable import Unreadable
 from mural_operator.world import World
 from mural_router.placement import Base
 
-__all__ = ["PoolVerdict", "pool_verdict"]
+__all__ = ["PoolVerdict", "of_unreadable", "pool_verdict"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,52 @@ def pool_verdict(world: World, plan: Plan) -> PoolVerdict:
     serving = [pod for pod in pods if world.serves(pod)]
     base = world.base or Base()
     healthy = _healthy(world)
+    conditions = [healthy, _placed(plan)]
+    outdated = world.outdated_pool
+    if outdated is not None:
+        conditions.append(
+            _malformed(
+                "This change of the object cannot be read: mend what is wrong in it. Until then "
+                f"generation {outdated.generation} of it stays in force. {outdated.message}"
+            )
+        )
     return PoolVerdict(
-        conditions=(healthy, _placed(plan)),
+        conditions=tuple(conditions),
         base=next(iter(base.model_names), ""),
         spec_hash=base.spec_hash,
         replicas=len(pods),
         ready_replicas=len(serving),
         ready=f"{len(serving)}/{len(pods)}",
         adapters=len(plan.places),
-        reason=healthy.reason,
+        reason=healthy.reason if outdated is None else "Malformed",
     )
+
+
+def of_unreadable(pool: Unreadable) -> PoolVerdict:
+    """Judge a pool that never could be read."""
+    waiting = "Not judged while the object cannot be read."
+    accepted = _malformed(
+        "This object cannot be read: mend what is wrong in it. Until then its pods are left alone, "
+        f"and what is resident stays. {pool.message}"
+    )
+    return PoolVerdict(
+        conditions=(
+            Condition("Healthy", "Unknown", "Malformed", waiting),
+            Condition("Placed", "Unknown", "Malformed", waiting),
+            accepted,
+        ),
+        base="",
+        spec_hash="",
+        replicas=0,
+        ready_replicas=0,
+        ready="?",
+        adapters=0,
+        reason="Malformed",
+    )
+
+
+def _malformed(message: str) -> Condition:
+    return Condition("Accepted", "False", "Malformed", message)
 
 
 def _healthy(world: World) -> Condition:

@@ -14,13 +14,14 @@ from mural_operator.events import EventRecorder
 from mural_operator.executor import Executor, Outcome, PoolHands
 from mural_operator.fleet import Fleet
 from mural_operator.metrics import Metrics
-from mural_operator.pool_verdict import pool_verdict
+from mural_operator.pool_verdict import PoolVerdict, of_unreadable, pool_verdict
 from mural_operator.reconcile import FINALIZER, Plan, RemoveFinalizer, reconcile, release
 from mural_operator.refusals import LYING, Refusals
 from mural_operator.replicas import Follower
 from mural_operator.status_writer import StatusWriter
 from mural_operator.statuses import Statuses
-from mural_operator.verdict import AdapterVerdict, verdict, without_pool
+from mural_operator.unreadable import Unreadable
+from mural_operator.verdict import AdapterVerdict, of_unreadable_pool, verdict, without_pool
 from mural_operator.worker import Worker
 from mural_operator.world import Pod, World
 from mural_resolvers.kubernetes.client import KubeError
@@ -83,12 +84,13 @@ class PoolWorker(Worker):
         pool = self._ground.cluster.pool(self._pool_name)
         adapters = self._ground.cluster.adapters_of(self._pool_name)
         self._note_changes(adapters)
-        if pool is None:
+        if isinstance(pool, ServingPool):
+            if self._is_in_touch(pool):
+                self._reconcile(pool, adapters)
+        else:
             actions = (*release(adapters), *self._unreadable_ends())
             self._ground.executor.submit(self._pool_name, actions)
-            self._tell_without_pool(adapters)
-        elif self._is_in_touch(pool):
-            self._reconcile(pool, adapters)
+            self._tell_without_pool(adapters, pool)
         self._plan_next()
 
     # -- looking ----------------------------------------------------------------------------------
@@ -124,8 +126,10 @@ class PoolWorker(Worker):
             pool=pool,
             adapters=adapters,
             pods=tuple(map(self._pod, kube_pods)),
-            namespaces=cluster.namespaces,
-            complete=not cluster.unreadable_of(self._pool_name),
+            owners=cluster.owners,
+            complete=cluster.complete,
+            outdated=cluster.outdated_adapters,
+            outdated_pool=cluster.outdated_pools.get(self._pool_name),
         )
 
     def _pod(self, kube: KubePod) -> Pod:
@@ -191,20 +195,30 @@ class PoolWorker(Worker):
         for adapter in world.adapters:
             if not adapter.is_deleted:
                 self._tell_adapter(adapter, verdict(adapter, world, plan))
-        found, pool = pool_verdict(world, plan), world.pool
+        self._tell_pool(world.pool, pool_verdict(world, plan))
+        self._forget_statuses(_keys(world.adapters))
+
+    def _tell_without_pool(self, adapters: tuple[Adapter, ...], pool: Unreadable | None) -> None:
+        namespace = self._ground.cluster.namespace
+        for adapter in adapters:
+            if not adapter.is_deleted:
+                self._tell_adapter(
+                    adapter,
+                    without_pool(adapter, namespace)
+                    if pool is None
+                    else of_unreadable_pool(adapter, pool),
+                )
+        if pool is not None:
+            self._tell_pool(pool, of_unreadable(pool))
+        self._forget_statuses(_keys(adapters))
+
+    def _tell_pool(self, pool: ServingPool | Unreadable, found: PoolVerdict) -> None:
         self._ground.statuses.put(
             self._pool_key,
             pool.metadata.resource_version,
             found,
-            lambda: self._ground.writer.write_pool(pool, found),
+            lambda: self._ground.writer.write_pool(pool.metadata, found),
         )
-        self._forget_statuses(_keys(world.adapters))
-
-    def _tell_without_pool(self, adapters: tuple[Adapter, ...]) -> None:
-        for adapter in adapters:
-            if not adapter.is_deleted:
-                self._tell_adapter(adapter, without_pool(adapter, self._ground.cluster.namespace))
-        self._forget_statuses(_keys(adapters))
 
     def _tell_adapter(self, adapter: Adapter, found: AdapterVerdict) -> None:
         key = adapter.metadata.key
@@ -213,7 +227,7 @@ class PoolWorker(Worker):
             f"adapter {key}",
             adapter.metadata.resource_version,
             found,
-            lambda: self._ground.writer.write_adapter(adapter, found),
+            lambda: self._ground.writer.write_adapter(adapter.metadata, found),
         )
         before = self._reasons.get(key)
         self._reasons[key] = found.reason

@@ -160,10 +160,17 @@ class _Reconciliation:
             for adapter in world.adapters
             if not adapter.is_deleted and adapter.metadata.key not in self._rejected
         }
+        self._doubtful = {
+            adapter.exact
+            for adapter in world.adapters
+            if (why := self._rejected.get(adapter.metadata.key)) is not None and not why.is_certain
+        } - self._wanted.keys()
         self._going = {
             adapter.exact
             for adapter in world.adapters
-            if adapter.is_deleted and adapter.exact not in self._wanted
+            if adapter.is_deleted
+            and adapter.exact not in self._wanted
+            and adapter.exact not in self._doubtful
         }
         self._places = place(self._wanted.values(), world, world.serving)
         self._coming = (
@@ -234,8 +241,7 @@ class _Reconciliation:
             # An admin's names, which belong to no tenant, are nobody's business here.
             *(name for name in declared if ":" not in name),
         }
-        if not self._world.complete:
-            names.update(name for name in declared if self._is_strange(name))
+        names.update(name for name in declared if self._may_be_wanted(name))
         if names != set(declared) or pod.state.awaits_declared:
             # First of all: what is loaded before it is declared would not be known as ours. And a
             # new pod that is to hold nothing waits to be told so.
@@ -271,7 +277,7 @@ class _Reconciliation:
         """
         adapter = self._wanted.get(name)
         if adapter is None:
-            return self._world.complete or not self._is_strange(name)
+            return not self._may_be_wanted(name)
         homes = self._places[name].pods or self._coming[name].pods
         lacking = [
             home for home in map(self._world.by_name.__getitem__, homes) if not home.holds(name)
@@ -289,9 +295,12 @@ class _Reconciliation:
             room.take(home, size_of(home, fleet))
         return room.take(adapter, size_of(adapter, fleet))
 
-    def _is_strange(self, name: str) -> bool:
-        """Whether no object that could be read is of this name."""
-        return ":" in name and name not in self._wanted and name not in self._known
+    def _may_be_wanted(self, name: str) -> bool:
+        """Whether nobody can tell that no object wants it: one that says so is not readable, or is
+        of a tenant that cannot be judged."""
+        if name in self._doubtful:
+            return True
+        return not self._world.complete and ":" in name and name not in self._known
 
     @cached_property
     def _known(self) -> frozenset[str]:

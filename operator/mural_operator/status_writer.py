@@ -20,13 +20,7 @@ from mural_operator.pool_verdict import PoolVerdict
 from mural_operator.tenancy import TenantVerdict
 from mural_operator.verdict import AdapterVerdict, ReplicaEntry
 from mural_resolvers.kubernetes.client import JsonObject, KubeError, PatchKind
-from mural_resolvers.kubernetes.objects import (
-    Adapter,
-    AdapterAlias,
-    ObjectMeta,
-    ServingPool,
-    Tenant,
-)
+from mural_resolvers.kubernetes.objects import ObjectMeta
 from mural_resolvers.kubernetes.paths import (
     ADAPTER_ALIASES,
     ADAPTERS,
@@ -96,7 +90,7 @@ class StatusWriter:
         self._now = now
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
-    async def write_adapter(self, adapter: Adapter, found: AdapterVerdict) -> None:
+    async def write_adapter(self, meta: ObjectMeta, found: AdapterVerdict) -> None:
         """An `Adapter`'s."""
         fields = {
             "desiredReplicas": found.desired,
@@ -107,13 +101,13 @@ class StatusWriter:
             "bytes": found.bytes or None,
             "replicas": [_entry(each) for each in sorted(found.replicas, key=lambda one: one.pod)],
         }
-        await self._write(ADAPTERS, "Adapter", adapter.metadata, fields, found)
+        await self._write(ADAPTERS, "Adapter", meta, fields, found)
 
-    async def write_alias(self, alias: AdapterAlias, found: AliasVerdict) -> None:
+    async def write_alias(self, meta: ObjectMeta, found: AliasVerdict) -> None:
         """An `AdapterAlias`'."""
-        await self._write(ADAPTER_ALIASES, "AdapterAlias", alias.metadata, {}, found)
+        await self._write(ADAPTER_ALIASES, "AdapterAlias", meta, {}, found)
 
-    async def write_pool(self, pool: ServingPool, found: PoolVerdict) -> None:
+    async def write_pool(self, meta: ObjectMeta, found: PoolVerdict) -> None:
         """A `ServingPool`'s."""
         fields = {
             "base": found.base or None,
@@ -123,11 +117,11 @@ class StatusWriter:
             "ready": found.ready,
             "adapters": found.adapters,
         }
-        await self._write(SERVING_POOLS, "ServingPool", pool.metadata, fields, found)
+        await self._write(SERVING_POOLS, "ServingPool", meta, fields, found)
 
-    async def write_tenant(self, tenant: Tenant, found: TenantVerdict) -> None:
+    async def write_tenant(self, meta: ObjectMeta, found: TenantVerdict) -> None:
         """A `Tenant`'s."""
-        await self._write(TENANTS, "Tenant", tenant.metadata, {"keys": found.keys}, found)
+        await self._write(TENANTS, "Tenant", meta, {"keys": found.keys}, found)
 
     def forget(self, resource: Resource, key: str) -> None:
         """Keep nothing of an object that is gone, or somebody else's to write about."""

@@ -1,19 +1,21 @@
-"""From `Tenant` objects and the Secrets they name to what the others go by: who may declare what,
-and the hashes of keys for the routers. No key leaves this module."""
+"""From `Tenant` objects and the Secrets they name to the hashes of keys for the routers. No key
+leaves this module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from mural_operator.conditions import Condition
+from mural_operator.unreadable import Outdated, UnreadableTenant
 from mural_resolvers.errors import InvalidInput, quoted
 from mural_resolvers.kubernetes.objects import Key, SecretKey, Tenant
-from mural_resolvers.kubernetes.tenants import keys_json, namespaces_of, tenants_config
+from mural_resolvers.kubernetes.tenants import keys_json, tenants_config
 from mural_resolvers.tenants import KeyRecord, convert_key, hash_key
 
-__all__ = ["Tenancy", "TenantVerdict", "secrets_named", "tenancy", "unreadable"]
+__all__ = ["Tenancy", "TenantVerdict", "of_unreadable", "secrets_named", "tenancy"]
 
 MAX_ENTRY_BYTES = 1024
 
@@ -32,8 +34,6 @@ class TenantVerdict:
 class Tenancy:
     """All tenants."""
 
-    namespaces: Mapping[str, frozenset[str]]
-    """By tenant id, those that may declare its adapters and aliases."""
     keys: Mapping[str, tuple[KeyRecord, ...]]
     """By tenant id, all that are in force."""
     from_secrets: Mapping[str, tuple[KeyRecord, ...]]
@@ -64,38 +64,57 @@ def secrets_named(tenants: Iterable[Tenant]) -> frozenset[str]:
 
 
 def tenancy(
-    tenants: Iterable[Tenant], secrets: Mapping[str, Mapping[str, bytes] | None]
+    tenants: Iterable[Tenant],
+    secrets: Mapping[str, Mapping[str, bytes] | None],
+    *,
+    outdated: Mapping[str, Outdated] = MappingProxyType({}),
+    unreadable: Iterable[UnreadableTenant] = (),
 ) -> Tenancy:
     """Judge all of them together; ``secrets`` are contents by name, None or left out: absent.
 
     A key that cannot be read is left out and told in its tenant's condition KeysAccepted; the
-    tenant's other keys hold. Of two keys with one id that of the older tenant holds.
+    tenant's other keys hold. Of two keys with one id that of the older tenant holds. A tenant that
+    is ``outdated``, by its key, stands as it was, with its keys, and is told so. One of which
+    nothing could ever be read is ``unreadable``: no younger one takes its id.
     """
+    older = {
+        each.id: each.metadata
+        for each in sorted(unreadable, key=lambda each: each.metadata.age, reverse=True)
+    }
     every = sorted(tenants, key=lambda tenant: tenant.metadata.age)
-    _, refused = tenants_config(every, {})
+    second = {
+        tenant.metadata.key: f"{first.key} says who {tenant.id} is already, cannot be read, and is "
+        "older: mend it, or delete one of the two."
+        for tenant in every
+        if (first := older.get(tenant.id)) is not None and first.age < tenant.metadata.age
+    }
+    _, refused = tenants_config((t for t in every if t.metadata.key not in second), {})
+    refused |= second
     keys: dict[str, tuple[KeyRecord, ...]] = {}
     from_secrets: dict[str, tuple[KeyRecord, ...]] = {}
     verdicts: dict[str, TenantVerdict] = {}
     seen: dict[str, str] = {}
+    claimed = set[str]()
     for tenant in every:
-        why = refused.get(tenant.metadata.key)
+        key, why = tenant.metadata.key, refused.get(tenant.metadata.key)
         if why is not None:
-            verdicts[tenant.metadata.key] = _refused(tenant, why, keys)
-            continue
-        inline, held, bad = _keys(tenant, secrets, seen)
-        keys[tenant.id], from_secrets[tenant.id] = inline + held, held
-        verdicts[tenant.metadata.key] = _accepted(keys[tenant.id], bad)
-    return Tenancy(namespaces_of(every), keys, from_secrets, verdicts)
+            conflicts = key in second or tenant.id in claimed
+            verdicts[key] = _not_accepted("Conflict" if conflicts else "Malformed", why)
+        else:
+            inline, held, bad = _keys(tenant, secrets, seen)
+            keys[tenant.id], from_secrets[tenant.id] = inline + held, held
+            verdicts[key] = _accepted(keys[tenant.id], bad, outdated.get(key))
+        claimed.add(tenant.id)
+    return Tenancy(keys, from_secrets, verdicts)
 
 
-def _refused(tenant: Tenant, why: str, accepted: Mapping[str, object]) -> TenantVerdict:
-    reason = "Conflict" if tenant.id in accepted else "Malformed"
-    return _not_accepted(reason, why)
-
-
-def unreadable(why: str) -> TenantVerdict:
-    """Of an object that a schema of another day let through."""
-    return _not_accepted("Malformed", why)
+def of_unreadable(tenant: UnreadableTenant) -> TenantVerdict:
+    """Judge an object that never could be read."""
+    return _not_accepted(
+        "Malformed",
+        "This object cannot be read: mend what is wrong in it. Until then nothing of its adapters "
+        f"is unloaded. {tenant.message}",
+    )
 
 
 def _not_accepted(reason: str, why: str) -> TenantVerdict:
@@ -114,8 +133,20 @@ def _not_accepted(reason: str, why: str) -> TenantVerdict:
     )
 
 
-def _accepted(keys: tuple[KeyRecord, ...], bad: list[_BadKey]) -> TenantVerdict:
-    accepted = Condition("Accepted", "True", "Accepted", "Routers know it.")
+def _accepted(
+    keys: tuple[KeyRecord, ...], bad: list[_BadKey], outdated: Outdated | None
+) -> TenantVerdict:
+    if outdated is None:
+        accepted = Condition("Accepted", "True", "Accepted", "Routers know it.")
+    else:
+        accepted = Condition(
+            "Accepted",
+            "False",
+            "Malformed",
+            "This change of the object cannot be read: mend what is wrong in it. Until then "
+            f"generation {outdated.generation} of it stays in force, with its keys; routers that "
+            f"start meanwhile do not know it. {outdated.message}",
+        )
     if bad:
         more = f" So do {len(bad) - 1} more of its keys." if len(bad) > 1 else ""
         known = Condition("KeysAccepted", "False", bad[0].reason, f"{bad[0].message}{more}")

@@ -8,10 +8,11 @@ from typing import Final
 
 from mural_operator.pool_worker import Ground
 from mural_operator.router_keys import RouterKeys
-from mural_operator.tenancy import TenantVerdict, secrets_named, tenancy, unreadable
+from mural_operator.tenancy import TenantVerdict, of_unreadable, secrets_named, tenancy
+from mural_operator.unreadable import UnreadableTenant
 from mural_operator.worker import Worker
 from mural_resolvers.kubernetes.client import KubeError
-from mural_resolvers.kubernetes.objects import Tenant
+from mural_resolvers.kubernetes.objects import ObjectMeta, Tenant
 from mural_resolvers.kubernetes.paths import TENANTS
 
 __all__ = ["TenantsWorker"]
@@ -42,26 +43,29 @@ class TenantsWorker(Worker):
         tenants, others = cluster.tenants, cluster.unreadable_tenants
         names = secrets_named(tenants)
         secrets.want(self.name, names)
-        self._note_changes((*tenants, *(each.tenant for each in others)))
+        self._note_changes(tenants, others)
         for each in others:
-            self._tell(each.tenant, unreadable(each.message))
+            self._tell(each.metadata, of_unreadable(each))
         if not secrets.knows(names):
             # Half of the keys would lock out the tenants of the others.
             return
-        found = tenancy(tenants, secrets.contents)
+        found = tenancy(
+            tenants, secrets.contents, outdated=cluster.outdated_tenants, unreadable=others
+        )
         try:
             await self._keys.write(found.keys_json())
         except KubeError as error:
             log.warning("the Secret %s cannot be written: %s", self._keys.name, error)
             self.wake_at(asyncio.get_running_loop().time() + RETRY_S)
         for tenant in tenants:
-            self._tell(tenant, found.verdicts[tenant.metadata.key])
+            self._tell(tenant.metadata, found.verdicts[tenant.metadata.key])
 
-    def _note_changes(self, tenants: tuple[Tenant, ...]) -> None:
+    def _note_changes(
+        self, tenants: tuple[Tenant, ...], others: tuple[UnreadableTenant, ...]
+    ) -> None:
         """Who changes a tenant may have changed its Secret just before."""
-        generations = {
-            each.metadata.key: (each.metadata.uid, each.metadata.generation) for each in tenants
-        }
+        metas = [*(each.metadata for each in tenants), *(each.metadata for each in others)]
+        generations = {meta.key: (meta.uid, meta.generation) for meta in metas}
         changed = [
             tenant
             for tenant in tenants
@@ -74,10 +78,10 @@ class TenantsWorker(Worker):
         for name in secrets_named(changed):
             self._ground.fleet.secrets.suspect(name)
 
-    def _tell(self, tenant: Tenant, found: TenantVerdict) -> None:
+    def _tell(self, meta: ObjectMeta, found: TenantVerdict) -> None:
         self._ground.statuses.put(
-            f"tenant {tenant.metadata.key}",
-            tenant.metadata.resource_version,
+            f"tenant {meta.key}",
+            meta.resource_version,
             found,
-            lambda: self._ground.writer.write_tenant(tenant, found),
+            lambda: self._ground.writer.write_tenant(meta, found),
         )

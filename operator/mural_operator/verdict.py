@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mural_operator.conditions import Condition, listed, said
 from mural_operator.judge import Rejected
 from mural_operator.place import Places
 from mural_operator.reconcile import Plan
+from mural_operator.unreadable import Outdated, Unreadable, UnreadableAdapter
 from mural_operator.world import Pod, Refusal, World
-from mural_resolvers.kubernetes.objects import Adapter
+from mural_resolvers.kubernetes.objects import Adapter, AdapterStatusFields
 from mural_server.protocol import AdapterStatus
 
-__all__ = ["AdapterVerdict", "ReplicaEntry", "verdict", "without_pool"]
+__all__ = [
+    "AdapterVerdict",
+    "ReplicaEntry",
+    "of_unreadable",
+    "of_unreadable_pool",
+    "verdict",
+    "without_pool",
+]
 
 MAX_REPLICAS = 1000
 """Entries that a status may have."""
@@ -42,8 +50,8 @@ class AdapterVerdict:
 
     conditions: tuple[Condition, ...]
     replicas: tuple[ReplicaEntry, ...]
-    desired: int
-    """k, which routers go by."""
+    desired: int | None
+    """k, which routers go by. None: it was never said, and is not now."""
     ready_replicas: int
     ready: str
     """``2/2``; ``?/2`` where replicas cannot tell."""
@@ -57,6 +65,12 @@ class AdapterVerdict:
 
 def verdict(adapter: Adapter, world: World, plan: Plan) -> AdapterVerdict:
     """Judge one object that is not being deleted."""
+    found = _as_it_stands(adapter, world, plan)
+    outdated = world.outdated.get(adapter.metadata.key)
+    return found if outdated is None else _of_outdated(found, outdated)
+
+
+def _as_it_stands(adapter: Adapter, world: World, plan: Plan) -> AdapterVerdict:
     rejected = plan.rejected.get(adapter.metadata.key)
     if rejected is not None:
         return _of_rejected(adapter, rejected)
@@ -70,31 +84,78 @@ def without_pool(adapter: Adapter, namespace: str) -> AdapterVerdict:
         f"There is no ServingPool {adapter.spec.pool} in the namespace {namespace}: make it, or "
         "name another one in spec.pool."
     )
-    return _not_acted_upon(adapter, Condition("Placed", "False", "NoPool", message))
+    return _not_acted_upon(adapter.status, Condition("Placed", "False", "NoPool", message))
+
+
+def of_unreadable_pool(adapter: Adapter, pool: Unreadable) -> AdapterVerdict:
+    """Judge an object whose pool never could be read."""
+    message = (
+        f"The ServingPool {pool.metadata.name} cannot be read: mend it. Nothing is loaded until "
+        f"then, and what is resident stays. {pool.message}"
+    )
+    return _put_off(adapter.status, Condition("Placed", "False", "PoolMalformed", message))
+
+
+def of_unreadable(adapter: UnreadableAdapter) -> AdapterVerdict:
+    """Judge an object that never could be read."""
+    accepted = Condition(
+        "Accepted",
+        "False",
+        "Malformed",
+        "This object cannot be read: mend what is wrong in it. Nothing is loaded for it until "
+        f"then, and what is resident stays. {adapter.message}",
+    )
+    return _put_off(adapter.status, accepted)
+
+
+def _of_outdated(found: AdapterVerdict, outdated: Outdated) -> AdapterVerdict:
+    """What stands is judged, and is not what the object asks for now."""
+    message = (
+        "This change of the object cannot be read: mend what is wrong in it. Until then generation "
+        f"{outdated.generation} of it stays in force. {outdated.message}"
+    )
+    conditions = tuple(
+        Condition("Ready", "False", "Malformed", f"{message} As it stands: {each.message}")
+        if each.type == "Ready"
+        else each
+        for each in found.conditions
+    )
+    accepted = Condition("Accepted", "False", "Malformed", message)
+    return replace(found, conditions=(*conditions, accepted), reason="Malformed")
 
 
 def _of_rejected(adapter: Adapter, rejected: Rejected) -> AdapterVerdict:
+    status = adapter.status
     if rejected.reason == "Conflict":
         conflict = Condition("Conflict", "True", "Conflict", rejected.message)
         return _not_acted_upon(
-            adapter, Condition("Placed", "False", "Conflict", rejected.message), conflict
+            status, Condition("Placed", "False", "Conflict", rejected.message), conflict
         )
     kind = _CONDITION_OF.get(rejected.reason, "Placed")
-    return _not_acted_upon(adapter, Condition(kind, "False", rejected.reason, rejected.message))
+    why = Condition(kind, "False", rejected.reason, rejected.message)
+    return _not_acted_upon(status, why) if rejected.is_certain else _put_off(status, why)
 
 
-def _not_acted_upon(adapter: Adapter, why: Condition, *more: Condition) -> AdapterVerdict:
+def _put_off(status: AdapterStatusFields, why: Condition) -> AdapterVerdict:
+    """Not acted upon for a while: what was done stays, and routers find it where it is."""
+    desired = status.desired_replicas
+    shown = "?" if desired is None else f"?/{desired}"
+    return replace(_not_acted_upon(status, why), desired=desired, ready=shown)
+
+
+def _not_acted_upon(
+    status: AdapterStatusFields, why: Condition, *more: Condition
+) -> AdapterVerdict:
     waiting = "Not judged while the object is not acted upon."
     conditions = {
         kind: Condition(kind, "Unknown", why.reason, waiting)
         for kind in ("Resolved", "Compatible", "Placed")
     }
+    conditions["Ready"] = Condition("Ready", "False", why.reason, why.message)
+    conditions["Degraded"] = Condition("Degraded", "False", why.reason, waiting)
     conditions[why.type] = why
-    ready = Condition("Ready", "False", why.reason, why.message)
-    degraded = Condition("Degraded", "False", why.reason, waiting)
-    status = adapter.status
     return AdapterVerdict(
-        conditions=(*conditions.values(), ready, degraded, *more),
+        conditions=(*conditions.values(), *more),
         replicas=(),
         desired=0,
         ready_replicas=0,
@@ -134,13 +195,15 @@ class _Judgement:
         facts = self._holding[0][1] if self._holding else None
         status, wanted = self._adapter.status, self._places.wanted
         shown = "?" if self._is_vllm and wanted else str(self._ready)
+        # No vLLM pod tells what content it has: what was known once says nothing of it.
+        known = "" if self._is_vllm else status.digest.removeprefix("sha256:")
         return AdapterVerdict(
-            conditions=(resolved, compatible, placed, ready, self._degraded()),
+            conditions=(resolved, compatible, placed, ready, self._degraded(), *self._ignored()),
             replicas=tuple(self._entries()),
             desired=wanted,
             ready_replicas=self._ready,
             ready=f"{shown}/{wanted}",
-            digest=status.digest.removeprefix("sha256:") if facts is None else facts.digest,
+            digest=known if facts is None else facts.digest,
             rank=status.rank if facts is None else facts.rank,
             bytes=status.bytes if facts is None else facts.bytes,
             reason=ready.reason,
@@ -156,6 +219,14 @@ class _Judgement:
     # -- conditions ---------------------------------------------------------------------------
 
     def _resolved(self) -> Condition:
+        if self._listing and self._adapter.sha256 is not None:
+            return Condition(
+                "Resolved",
+                "Unknown",
+                "DigestNotChecked",
+                "A source has it. Whether its content is what spec.digest names, vLLM does not "
+                "say: declare it for a pool of engine mural to have that checked.",
+            )
         if self._ready or self._listing:
             return Condition("Resolved", "True", "Found", "A source has it.")
         if (found := self._refused({404})) is not None:
@@ -247,7 +318,7 @@ class _Judgement:
                 "Unknown",
                 "EngineCannotTell",
                 f"All of its {wanted} replicas list it. Whether it is in their memory now, vLLM "
-                "does not say.",
+                "does not say; nor does it pin anything.",
             )
         told = (
             f"Listed by {self._listing} of {wanted} replicas."
@@ -299,6 +370,27 @@ class _Judgement:
                 f"condition Healthy.{why}",
             )
         return Condition("Degraded", "False", "Healthy", "Its replicas answer and agree.")
+
+    def _ignored(self) -> Iterator[Condition]:
+        """What the object asks for and a vLLM pod cannot be told; a pin, which is asked for
+        wherever nothing is said, is told beside its readiness."""
+        spec, placement = self._adapter.spec, self._adapter.spec.placement
+        asked = {
+            "spec.digest": spec.digest is not None,
+            "spec.source": spec.source is not None,
+            "spec.prewarm": spec.prewarm != "None",
+            "spec.placement.level": placement.level != "host",
+            "spec.placement.maxReplicas": placement.max_replicas != placement.min_replicas,
+        }
+        fields = [name for name, is_asked in asked.items() if is_asked]
+        if self._is_vllm and fields:
+            yield Condition(
+                "FieldsIgnored",
+                "True",
+                "EngineCannot",
+                f"With engine vllm nothing comes of {', '.join(fields)}: take that out, or declare "
+                "it for a pool of engine mural.",
+            )
 
     # -- replicas -----------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from mural_operator.owners import Owners
+from mural_operator.unreadable import Outdated
 from mural_resolvers.kubernetes.objects import Adapter, ServingPool
 from mural_router.placement import Base, Fleet, Replica, agreed_base, base_names
 from mural_server.protocol import AdapterStatus, Snapshot
@@ -91,11 +93,15 @@ class World:
     """All that name the pool, those being deleted too."""
     pods: tuple[Pod, ...]
     """Sorted by name."""
-    namespaces: Mapping[str, frozenset[str]]
-    """By tenant, the namespaces that may declare adapters for it."""
+    owners: Owners
+    """Which namespaces may declare adapters for whom."""
     complete: bool = True
-    """False: some Adapter could not be read. What no other one wants may be wanted by that one,
-    so nothing is unloaded for want of an object."""
+    """False: some Adapter or pool never could be read. What no other Adapter wants may be wanted
+    by that one, so nothing is unloaded for want of an object."""
+    outdated: Mapping[str, Outdated] = field(default_factory=dict)
+    """By their keys, the adapters that stand as they were when they could last be read."""
+    outdated_pool: Outdated | None = None
+    """So the pool itself."""
 
     @cached_property
     def by_name(self) -> dict[str, Pod]:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
+from mural_operator.owners import Owners
 from mural_operator.reconcile import (
     FINALIZER,
     Action,
@@ -106,14 +107,14 @@ def make_world(
     *,
     pool: ServingPool | None = None,
     namespaces: Mapping[str, frozenset[str]] | None = None,
-    complete: bool = True,
+    **more: object,
 ) -> World:
+    allowed = {"acme": frozenset({"team"})} if namespaces is None else namespaces
     return World(
         pool or make_pool(),
         tuple(adapters),
         tuple(sorted(pods, key=lambda pod: pod.name)),
-        {"acme": frozenset({"team"})} if namespaces is None else namespaces,
-        complete,
+        **({"owners": Owners(allowed)} | more),
     )
 
 

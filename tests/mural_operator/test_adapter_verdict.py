@@ -15,8 +15,17 @@ from simulated_pool import (
 )
 
 from mural_operator.conditions import Condition
+from mural_operator.owners import Owners
 from mural_operator.reconcile import reconcile
-from mural_operator.verdict import AdapterVerdict, ReplicaEntry, verdict, without_pool
+from mural_operator.unreadable import Outdated, Unreadable, UnreadableAdapter
+from mural_operator.verdict import (
+    AdapterVerdict,
+    ReplicaEntry,
+    of_unreadable,
+    of_unreadable_pool,
+    verdict,
+    without_pool,
+)
 from mural_operator.world import Pod, Refusal
 from mural_resolvers.tenants import mint_key
 
@@ -49,6 +58,20 @@ ON_SLOTS = make_adapter("v1", placement={"level": "slot"})
 OTHER = make_status(V1, pinned=True, digest="e" * 64)
 NO_SLOTS = make_state(limits=msgspec.structs.replace(make_state().limits, slots=1))
 FOREIGN = make_state(base=msgspec.structs.replace(make_state().base, model_names=("big",)))
+
+OUTDATED = {"team/v1": Outdated(7, "`replicas` is odd")}
+UNJUDGED = Owners({}, frozenset({"acme"}))
+VLLM = {
+    "pool": make_pool(engine="vllm"),
+    "pods": [Pod("a", ready=True, listed=frozenset({V1}), served=("tiny",))],
+}
+WITHOUT_EFFECT = make_adapter(
+    "v1",
+    digest=f"sha256:{'a' * 64}",
+    source="s3",
+    prewarm="Disk",
+    placement={"level": "slot", "minReplicas": 1, "maxReplicas": 3},
+)
 
 RULES = [
     # what is seen, condition, its truth, its reason, and words of what to do
@@ -95,6 +118,12 @@ RULES = [
         {"adapter": TWO, "pods": [pod("a", V1), pod("b", OTHER)]},
         *("Degraded", "True", "DigestsDiffer", "Publish the new content as another version"),
     ),
+    ({"outdated": OUTDATED, "pods": [pod("a", V1)]}, "Ready", "False", "Malformed", "on 1 of 1"),
+    ({"outdated": OUTDATED, "pods": [pod("a", V1)]}, "Accepted", "False", "Malformed", "ion 7 of"),
+    ({"outdated": OUTDATED, "pods": [pod("a", V1)]}, "Resolved", "True", "Found", "has it"),
+    ({"outdated": OUTDATED, "pods": [pod()]}, "Ready", "False", "Malformed", "`replicas` is odd"),
+    ({"owners": UNJUDGED}, "Placed", "False", "TenantNotAccepted", "what is resident stays"),
+    ({"owners": UNJUDGED}, "Ready", "False", "TenantNotAccepted", "mend"),
     ({"namespaces": {}}, "Placed", "False", "NotAllowed", "spec.namespaces"),
     ({"namespaces": {}}, "Ready", "False", "NotAllowed", "spec.namespaces"),
     (
@@ -109,12 +138,15 @@ RULES = [
         {"adapter": make_adapter("twin", 1, version="v1"), "others": [make_adapter("v1", 0)]},
         *("Conflict", "True", "Conflict", "team/v1 declares acme/default:v1 already"),
     ),
+    (VLLM, "Ready", "Unknown", "EngineCannotTell", "vLLM does not say; nor does it pin"),
+    (VLLM, "Resolved", "True", "Found", "source has it"),
     (
-        {
-            "pool": make_pool(engine="vllm"),
-            "pods": [Pod("a", ready=True, listed=frozenset({V1}), served=("tiny",))],
-        },
-        *("Ready", "Unknown", "EngineCannotTell", "vLLM does not say"),
+        VLLM | {"adapter": PINNED},
+        *("Resolved", "Unknown", "DigestNotChecked", "vLLM does not say"),
+    ),
+    (
+        VLLM | {"adapter": WITHOUT_EFFECT},
+        *("FieldsIgnored", "True", "EngineCannot", "spec.digest, spec.source, spec.prewarm, spec."),
     ),
     (
         {
@@ -174,6 +206,57 @@ def test_vllm_replicas_count_as_unknown():
     found = judge(pods=[vllm], pool=make_pool(engine="vllm"))
     assert (found.ready, found.ready_replicas) == ("?/1", 0)
     assert found.replicas == (ReplicaEntry("a", "unknown"),)
+
+
+def test_fields_that_have_their_effect_are_not_said_to_have_none():
+    assert "FieldsIgnored" not in conditions(judge(**VLLM))
+    assert "FieldsIgnored" not in conditions(judge(WITHOUT_EFFECT, [pod()]))
+    plain = make_adapter(
+        "v1", base="tiny", placement={"replicas": 1, "priority": 5, "pinned": False}
+    )
+    assert "FieldsIgnored" not in conditions(judge(plain, **VLLM))
+    found = conditions(judge(WITHOUT_EFFECT, **VLLM))["FieldsIgnored"]
+    named = ("digest", "source", "prewarm", "placement.level", "placement.maxReplicas")
+    assert all(f"spec.{each}" in found.message for each in named)
+
+
+def test_no_digest_is_told_of_what_nobody_has_checked():
+    status = msgspec.structs.replace(PINNED.status, digest=PINNED.spec.digest, rank=8)
+    found = judge(msgspec.structs.replace(PINNED, status=status), **VLLM)
+    assert (found.digest, found.rank) == ("", 8)
+    assert all(each.digest == "" for each in found.replicas)
+
+
+def test_what_waits_for_a_mend_keeps_the_k_by_which_routers_find_it():
+    told = msgspec.structs.replace(make_adapter("v1").status, desired_replicas=2)
+    adapter = msgspec.structs.replace(make_adapter("v1"), status=told)
+    spoilt = UnreadableAdapter(adapter.metadata, "`replicas` is odd", "pool", told)
+    pool = Unreadable(adapter.metadata, "`selector` is odd")
+    for found in (
+        judge(adapter, owners=UNJUDGED),
+        of_unreadable(spoilt),
+        of_unreadable_pool(adapter, pool),
+    ):
+        assert (found.desired, found.ready) == (2, "?/2")
+    assert judge(adapter, namespaces={}).desired == 0
+    never = of_unreadable_pool(make_adapter("v1"), pool)
+    assert (never.desired, never.ready, never.reason) == (None, "?", "PoolMalformed")
+
+
+def test_an_object_that_never_could_be_read_is_told_what_is_wrong_in_it():
+    meta, status = make_adapter("v1").metadata, make_adapter("v1").status
+    found = of_unreadable(UnreadableAdapter(meta, "`replicas` is odd", "pool", status))
+    accepted = conditions(found)["Accepted"]
+    assert (accepted.status, accepted.reason, found.reason) == ("False", "Malformed", "Malformed")
+    assert "mend what is wrong in it" in accepted.message
+    assert "`replicas` is odd" in accepted.message
+    assert conditions(found)["Ready"].message == accepted.message
+
+
+def test_an_object_that_stands_as_it_was_is_told_as_it_stands_and_never_ready():
+    found = judge(TWO, [pod("a", V1), pod("b", V1)], outdated=OUTDATED)
+    assert (found.ready, found.desired, found.reason) == ("2/2", 2, "Malformed")
+    assert len(found.replicas) == 2
 
 
 def test_an_object_without_its_pool_says_where_one_is_looked_for():

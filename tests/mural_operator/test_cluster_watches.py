@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
-from mural_operator.cluster import Cluster, Unreadable, Wakes, read_adapter_or_not, read_pod
-from mural_operator.tenancy import unreadable
+from mural_operator.cluster import Cluster, Wakes, read_pod
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import Adapter
 
@@ -99,22 +96,6 @@ def test_what_a_heartbeat_of_a_node_writes_is_no_change_of_a_pod():
     assert read_pod(json.dumps(one).encode()) == read_pod(json.dumps(other).encode())
 
 
-@pytest.mark.parametrize(
-    ("fields", "pool"),
-    [
-        (an_adapter("v1", tenant="Not A Tenant"), "pool"),
-        (an_adapter("v1", placement={"replicas": "Some"}), "pool"),
-        (an_adapter("v1", pool=7), ""),
-        ({"metadata": {"name": "v1", "namespace": "mural"}, "spec": []}, ""),
-    ],
-)
-def test_an_adapter_of_another_day_s_schema_is_known_by_its_metadata(fields, pool):
-    found = read_adapter_or_not(json.dumps(fields).encode())
-    assert isinstance(found, Unreadable)
-    assert (found.metadata.key, found.pool) == ("mural/v1", pool)
-    assert found.message
-
-
 async def test_adapters_are_of_the_pool_that_they_name_whether_there_is_one_or_not():
     api = Api()
     api.objects["adapters"] = [
@@ -176,35 +157,3 @@ async def test_an_address_is_of_the_youngest_pod_that_has_it():
     pools[0]["spec"] |= {"port": 9000, "controlPort": 9001}
     cluster, _ = await listed(api)
     assert [each.pod for each in cluster.targets(cluster.pool("one"))] == ["dead"]
-
-
-def a_tenant(name: str, created: str, **spec: object) -> dict[str, Any]:
-    metadata = {"name": name, "namespace": "mural", "creationTimestamp": created}
-    return {"metadata": metadata, "spec": spec}
-
-
-async def test_a_tenant_that_cannot_be_read_keeps_its_namespaces_from_everyone_else():
-    api = Api()
-    odd = [{"id": "somekeyid", "sha256": "a" * 64, "expires": "0000-01-01T00:00:00Z"}]
-    old, young = "2026-01-01T00:00:00Z", "2026-01-02T00:00:00Z"
-    api.objects["tenants"] = [
-        a_tenant("acme", old, namespaces=["team"], keys=odd),
-        a_tenant("intruder", young, tenant="acme", namespaces=["evil"]),
-        a_tenant("globex", young, namespaces=["globex"]),
-    ]
-    cluster, _ = await listed(api)
-    assert cluster.namespaces == {
-        "acme": frozenset({"team"}),
-        "globex": frozenset({"globex"}),
-    }
-    assert {each.id for each in cluster.tenants} == {"acme", "globex"}
-    [found] = cluster.unreadable_tenants
-    assert (found.tenant.metadata.key, found.tenant.spec.keys) == ("mural/acme", ())
-    assert "expires" in found.message
-    assert told_malformed(found.message) == {"Accepted", "KeysAccepted"}
-
-
-def told_malformed(message: str) -> set[str]:
-    verdict = unreadable(message)
-    assert (verdict.keys, verdict.reason) == (0, "Malformed")
-    return {each.type for each in verdict.conditions if each.status == "False"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -9,9 +10,12 @@ import pytest
 from simulated_pool import make_adapter, make_state, make_world
 
 from mural_operator.alias_verdict import alias_verdicts
+from mural_operator.alias_verdict import of_unreadable as of_unreadable_alias
 from mural_operator.conditions import listed
 from mural_operator.pool_verdict import PoolVerdict, pool_verdict
+from mural_operator.pool_verdict import of_unreadable as of_unreadable_pool
 from mural_operator.reconcile import reconcile
+from mural_operator.unreadable import Outdated, Unreadable
 from mural_operator.world import Pod
 from mural_resolvers.kubernetes.aliases import judge_aliases
 from mural_resolvers.kubernetes.objects import AdapterAlias, read_alias
@@ -63,6 +67,27 @@ def test_a_pool_names_some_of_the_adapters_that_have_too_few_replicas():
     assert "acme/default:v3 and 5 more" in placed.message
     assert judge([pod("a")], adapters).adapters == 9
     assert judge([pod("a"), pod("b")], adapters).conditions[1].reason == "AllPlaced"
+
+
+def test_a_pool_that_stands_as_it_was_says_so_first():
+    world = replace(make_world([], [pod("a")]), outdated_pool=Outdated(7, "`selector` is odd"))
+    found = pool_verdict(world, reconcile(world, 0.0))
+    healthy, _, accepted = found.conditions
+    assert (healthy.status, found.reason, found.ready) == ("True", "Malformed", "1/1")
+    assert (accepted.type, accepted.status, accepted.reason) == ("Accepted", "False", "Malformed")
+    assert "generation 7" in accepted.message
+    assert "`selector` is odd" in accepted.message
+
+
+def test_pools_and_aliases_that_never_could_be_read_say_what_is_wrong_in_them():
+    unread = Unreadable(make_alias("a").metadata, "`selector` is odd")
+    for found in (of_unreadable_pool(unread), of_unreadable_alias(unread)):
+        told = {each.type: each for each in found.conditions}
+        assert (told["Accepted"].status, found.reason) == ("False", "Malformed")
+        assert "mend what is wrong in it" in told["Accepted"].message
+        assert "`selector` is odd" in told["Accepted"].message
+        others = {each.status for each in found.conditions if each.type != "Accepted"}
+        assert others == {"Unknown"}
 
 
 def test_long_lists_are_cut():

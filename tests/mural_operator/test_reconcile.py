@@ -17,6 +17,7 @@ from simulated_pool import (
     make_world,
 )
 
+from mural_operator.owners import Owners
 from mural_operator.reconcile import (
     FINALIZER,
     MAX_SILENCE_S,
@@ -110,6 +111,31 @@ def test_what_nobody_declared_is_left_alone():
 
 def test_nothing_is_unloaded_for_want_of_an_object_while_one_cannot_be_read():
     assert actions_on([], [pod("a", V1, declared=[V1, V2])], complete=False) == ()
+
+
+UNJUDGED = Owners({}, frozenset({"acme"}))
+
+
+@pytest.mark.parametrize("doubt", [UNJUDGED, Owners({}, complete=False)])
+def test_nothing_is_loaded_or_unloaded_for_a_tenant_that_cannot_be_judged(doubt):
+    adapter = kept(make_adapter("v1"))
+    assert actions_on([adapter], [pod("a", V1, declared=[V1])], owners=doubt) == ()
+    assert actions_on([adapter], [pod("a", declared=[V1])], owners=doubt) == ()
+    assert actions_on([adapter], [pod("a")], owners=doubt) == ()
+    # Its deletion is plain enough, and so is another tenant's want of permission.
+    assert Unload("a", V1) in actions_on(
+        [deleted(adapter)], [pod("a", V1, declared=[V1])], owners=doubt
+    )
+    other = Owners({}, frozenset({"globex"}))
+    assert Unload("a", V1) in actions_on([adapter], [pod("a", V1, declared=[V1])], owners=other)
+
+
+def test_a_deleted_twin_takes_nothing_from_one_whose_tenant_cannot_be_judged():
+    twin = deleted(kept(make_adapter("twin", 1, version="v1")))
+    found = actions_on(
+        [kept(make_adapter("v1")), twin], [pod("a", V1, declared=[V1])], owners=UNJUDGED
+    )
+    assert found == (RemoveFinalizer(twin),)
 
 
 def test_what_a_pod_refuses_is_not_in_its_declared_set_and_is_tried_again_in_time():

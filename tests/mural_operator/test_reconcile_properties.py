@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_pool import SimulatedPod, SimulatedPool, make_adapter, make_limits, make_pool
 
+from mural_operator.owners import Owners
 from mural_operator.reconcile import FINALIZER, Declare, Load, Plan, Unload, reconcile
 from mural_operator.verdict import verdict
 from mural_operator.world import World
@@ -233,6 +235,32 @@ def check_unload(action: Unload, plan: Plan, world: World) -> None:
     assert all(action.name in world.by_name[name].refusals for name in lacking)
     # One that will be a home when others have started may have no room for it until then.
     assert action.pod not in places.pods
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    pool=histories(),
+    unread=st.sets(st.sampled_from(NAMES)),
+    judged=st.booleans(),
+)
+def test_nothing_goes_because_of_an_object_that_cannot_be_judged(
+    pool: SimulatedPool, unread: set[str], judged: bool
+):
+    """Some adapters were never readable to who has just begun to lead, and perhaps no Tenant is."""
+    world = pool.world()
+    known = tuple(each for each in world.adapters if each.spec.version not in unread)
+    owners = world.owners if judged else Owners({}, frozenset({"acme"}))
+    doubted = replace(world, adapters=known, owners=owners, complete=not unread)
+    plan = reconcile(doubted, pool.now)
+    standing = {each.exact for each in world.adapters if not each.is_deleted}
+    spoilt = {f"acme/default:{version}" for version in unread}
+    safe = (standing & spoilt) | (set() if judged else standing)
+    declared = {each.pod: set(each.names) for each in plan.actions if isinstance(each, Declare)}
+    for action in plan.actions:
+        assert not (isinstance(action, Unload) and action.name in safe), action
+    for pod in world.pods:
+        if pod.name in declared and pod.state is not None:
+            assert safe & set(pod.state.declared) <= declared[pod.name]
 
 
 @settings(max_examples=60, deadline=None)

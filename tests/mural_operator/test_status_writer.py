@@ -141,7 +141,7 @@ def count(metrics: Metrics, outcome: str) -> float:
 
 
 async def test_a_verdict_becomes_the_status(api: Api, writer: StatusWriter) -> None:
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     assert api.status == {
         "observedGeneration": 3,
         "desiredReplicas": 2,
@@ -172,25 +172,25 @@ async def test_a_verdict_becomes_the_status(api: Api, writer: StatusWriter) -> N
 async def test_the_same_verdict_is_not_written_again(
     api: Api, writer: StatusWriter, clock: Clock
 ) -> None:
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     api.asked.clear()
     clock.now += timedelta(minutes=5)
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     # What this one wrote is known: not even a look is taken.
     assert api.asked == []
     turned = replace(FOUND, replicas=FOUND.replicas[::-1])
-    await writer.write_adapter(read_adapter(api.object), turned)
+    await writer.write_adapter(read_adapter(api.object).metadata, turned)
     assert api.asked == []
 
 
 async def test_what_another_leader_wrote_is_read_and_not_written_again(
     api: Api, writer: StatusWriter, metrics: Metrics, clock: Clock
 ) -> None:
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     api.asked.clear()
     clock.now += timedelta(minutes=5)
     await StatusWriter(api, metrics=metrics, now=clock).write_adapter(
-        read_adapter(api.object), FOUND
+        read_adapter(api.object).metadata, FOUND
     )
     assert api.asked == ["get"]
     assert api.status["conditions"][0]["lastTransitionTime"] == "2027-01-31T12:00:00Z"
@@ -199,22 +199,26 @@ async def test_what_another_leader_wrote_is_read_and_not_written_again(
 async def test_a_conditions_time_changes_with_its_truth_alone(
     api: Api, writer: StatusWriter, clock: Clock
 ) -> None:
-    await writer.write_adapter(read_adapter(api.object), replace(FOUND, conditions=(LOADING,)))
+    await writer.write_adapter(
+        read_adapter(api.object).metadata, replace(FOUND, conditions=(LOADING,))
+    )
     clock.now += timedelta(minutes=1)
     other = replace(LOADING, reason="NoRoom", message="Full.")
-    await writer.write_adapter(read_adapter(api.object), replace(FOUND, conditions=(other,)))
+    await writer.write_adapter(
+        read_adapter(api.object).metadata, replace(FOUND, conditions=(other,))
+    )
     (condition,) = api.status["conditions"]
     assert condition["reason"] == "NoRoom"
     assert condition["lastTransitionTime"] == "2027-01-31T12:00:00Z"
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     (condition,) = api.status["conditions"]
     assert condition["lastTransitionTime"] == "2027-01-31T12:01:00Z"
 
 
 async def test_what_holds_no_more_is_taken_away(api: Api, writer: StatusWriter) -> None:
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     nothing = AdapterVerdict((LOADING,), (), 2, 0, "0/2", "", 0, 0, "Loading")
-    await writer.write_adapter(read_adapter(api.object), nothing)
+    await writer.write_adapter(read_adapter(api.object).metadata, nothing)
     assert not {"digest", "rank", "bytes"} & api.status.keys()
     assert api.status["replicas"] == []
 
@@ -222,10 +226,10 @@ async def test_what_holds_no_more_is_taken_away(api: Api, writer: StatusWriter) 
 async def test_an_object_that_was_changed_meanwhile_is_looked_at_again(
     api: Api, writer: StatusWriter, metrics: Metrics
 ) -> None:
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     seen = read_adapter(api.object)
     api.touch()
-    await writer.write_adapter(seen, replace(FOUND, conditions=(LOADING,)))
+    await writer.write_adapter(seen.metadata, replace(FOUND, conditions=(LOADING,)))
     assert api.status["conditions"][0]["reason"] == "Loading"
     assert api.asked[-3:] == ["patch", "get", "patch"]
     assert count(metrics, "conflict") == 1
@@ -237,8 +241,8 @@ async def test_a_conflict_without_end_is_left_to_the_next_turn(
 ) -> None:
     api.failing = [KubeError(409, "Conflict", "again"), KubeError(409, "Conflict", "first")]
     with pytest.raises(KubeError):
-        await writer.write_adapter(read_adapter(api.object), FOUND)
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+        await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     assert api.status["reason"] == "Ready"
 
 
@@ -247,7 +251,7 @@ async def test_an_object_that_is_gone_is_no_error(
 ) -> None:
     seen = read_adapter(api.object)
     api.object = None
-    await writer.write_adapter(seen, FOUND)
+    await writer.write_adapter(seen.metadata, FOUND)
     assert count(metrics, "gone") == 1
 
 
@@ -257,7 +261,7 @@ async def test_another_object_of_the_same_name_is_left_alone(
     seen = read_adapter(api.object)
     assert api.object is not None
     api.object["metadata"] |= {"uid": "2", "resourceVersion": "9"}
-    await writer.write_adapter(seen, FOUND)
+    await writer.write_adapter(seen.metadata, FOUND)
     assert "status" not in api.object
 
 
@@ -266,7 +270,7 @@ async def test_an_api_server_without_an_answer_is_the_callers_to_judge(
 ) -> None:
     api.failing = [KubeError(0, "NoAnswer", "no answer within 10 s")]
     with pytest.raises(KubeError):
-        await writer.write_adapter(read_adapter(api.object), FOUND)
+        await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     assert count(metrics, "error") == 1
 
 
@@ -274,7 +278,7 @@ async def test_words_are_no_longer_than_the_schema_takes(api: Api, writer: Statu
     long = Condition("Ready", "False", "R" * 500, "m" * 10_000)
     entry = ReplicaEntry("pod", "absent", last_error="e" * 5000)
     found = replace(FOUND, conditions=(long,), replicas=(entry,), reason="R" * 500)
-    await writer.write_adapter(read_adapter(api.object), found)
+    await writer.write_adapter(read_adapter(api.object).metadata, found)
     (condition,) = api.status["conditions"]
     assert (len(condition["reason"]), len(condition["message"])) == (128, 4096)
     assert len(api.status["replicas"][0]["lastError"]) == 1024
@@ -285,17 +289,17 @@ async def test_every_kind_has_its_fields(metrics: Metrics, clock: Clock) -> None
     accepted = (Condition("Accepted", "True", "Accepted", "Routers obey it."),)
     alias = Api(fields(tenant="acme", alias="stable", versions=[{"version": "v1"}]))
     await StatusWriter(alias, metrics=metrics, now=clock).write_alias(
-        read_alias(alias.object), AliasVerdict(accepted, "Accepted")
+        read_alias(alias.object).metadata, AliasVerdict(accepted, "Accepted")
     )
     assert alias.status.keys() == {"observedGeneration", "conditions", "reason"}
     tenant = Api(fields())
     await StatusWriter(tenant, metrics=metrics, now=clock).write_tenant(
-        read_tenant(tenant.object), TenantVerdict(accepted, 2, "Accepted")
+        read_tenant(tenant.object).metadata, TenantVerdict(accepted, 2, "Accepted")
     )
     assert tenant.status["keys"] == 2
     pool = Api(fields(selector={"matchLabels": {"a": "b"}}))
     await StatusWriter(pool, metrics=metrics, now=clock).write_pool(
-        read_pool(pool.object),
+        read_pool(pool.object).metadata,
         PoolVerdict(accepted, "smol", "abc", 3, 2, "2/3", 7, "Starting"),
     )
     told = {name: pool.status[name] for name in ("base", "specHash", "replicas", "readyReplicas")}
@@ -304,10 +308,10 @@ async def test_every_kind_has_its_fields(metrics: Metrics, clock: Clock) -> None
 
 
 async def test_nothing_is_kept_of_an_object_that_is_gone(api: Api, writer: StatusWriter) -> None:
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     writer.forget(ADAPTERS, "team/a")
     assert not writer._known
     # One that is written about again is read first, as by a new leader.
     api.asked.clear()
-    await writer.write_adapter(read_adapter(api.object), FOUND)
+    await writer.write_adapter(read_adapter(api.object).metadata, FOUND)
     assert api.asked == ["get"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mural_operator.tenancy import Tenancy, secrets_named, tenancy
+from mural_operator.unreadable import Outdated, UnreadableTenant
 from mural_resolvers.kubernetes.objects import Tenant, read_tenant
 from mural_resolvers.kubernetes.tenants import inline_keys, read_keys_json, tenants_config
 from mural_resolvers.tenants import KeyRecord, hash_secret, mint_key
@@ -116,7 +118,6 @@ def test_of_two_objects_for_one_tenant_the_oldest_counts():
     old = make_tenant("acme", 1, namespaces=["team"], keys=[WHOLE])
     young = make_tenant("intruder", 2, tenant="acme", namespaces=["evil"], keys=[HASH])
     found = tenancy([young, old], SECRETS)
-    assert found.namespaces == {"acme": frozenset({"team"})}
     assert [key.id for key in found.keys["acme"]] == [KEY.key_id]
     status, reason, message = told(found, "mural/intruder")["Accepted"]
     assert (status, reason) == ("False", "Conflict")
@@ -124,10 +125,44 @@ def test_of_two_objects_for_one_tenant_the_oldest_counts():
     assert found.verdicts["mural/intruder"].keys == 0
 
 
-def test_a_malformed_tenant_has_no_keys_and_no_namespaces():
+def test_a_malformed_tenant_has_no_keys():
     found = tenancy([make_tenant("acme", tenant="No!", namespaces=["team"], keys=[WHOLE])], SECRETS)
-    assert (found.keys, found.namespaces) == ({}, {})
+    assert found.keys == {}
     assert told(found, "mural/acme")["Accepted"][:2] == ("False", "Malformed")
+
+
+def test_no_younger_tenant_takes_the_id_of_one_that_is_being_mended():
+    old = make_tenant("acme", 1, grants=["no!"], keys=[WHOLE])
+    young = make_tenant("intruder", 2, tenant="acme", keys=[HASH])
+    found = tenancy([young, old], SECRETS)
+    assert found.keys == {}
+    assert told(found, "mural/acme")["Accepted"][:2] == ("False", "Malformed")
+    assert told(found, "mural/intruder")["Accepted"][:2] == ("False", "Conflict")
+
+
+def test_no_younger_tenant_takes_the_id_of_one_that_never_could_be_read():
+    young = make_tenant("intruder", 2, tenant="acme", keys=[HASH])
+    other = make_tenant("globex", 2, keys=[WHOLE])
+    unread = UnreadableTenant(make_tenant("acme", 1).metadata, "odd", "acme", frozenset())
+    found = tenancy([young, other], SECRETS, unreadable=[unread])
+    assert set(found.keys) == {"globex"}
+    _, reason, message = told(found, "mural/intruder")["Accepted"]
+    assert (reason, "mural/acme" in message) == ("Conflict", True)
+    late = replace(unread, metadata=make_tenant("acme", 3).metadata)
+    assert set(tenancy([young], SECRETS, unreadable=[late]).keys) == {"acme"}
+
+
+def test_a_tenant_that_stands_as_it_was_keeps_its_keys_and_is_told_that_it_is_not_as_asked():
+    tenant = make_tenant("acme", keys=[WHOLE, HASH])
+    outdated = {"mural/acme": Outdated(7, "`expires` is no date")}
+    found = tenancy([tenant], SECRETS, outdated=outdated)
+    assert found.keys_json() == tenancy([tenant], SECRETS).keys_json()
+    status, reason, message = told(found, "mural/acme")["Accepted"]
+    assert (status, reason) == ("False", "Malformed")
+    assert "generation 7" in message
+    assert "`expires` is no date" in message
+    assert told(found, "mural/acme")["KeysAccepted"][:2] == ("True", "Accepted")
+    assert found.verdicts["mural/acme"].reason == "Malformed"
 
 
 def test_a_tenant_without_keys_is_told_how_to_make_one():

@@ -35,9 +35,9 @@ def tenants_config(
 ) -> tuple[TenantsConfig, dict[str, str]]:
     """The tenants with their keys, and why objects are refused, by ``namespace/name``.
 
-    ``keys`` are by tenant id. Of two objects for one id the oldest counts, and of two keys of
-    one id that of the older tenant: nobody takes over another's by making an object. A refused
-    object takes no other with it.
+    ``keys`` are by tenant id. Of two objects for one id the oldest counts, even while it is
+    refused, and of two keys of one id that of the older tenant: nobody takes over another's by
+    making an object. A refused object takes no other with it.
     """
     accepted: dict[str, TenantRecord] = {}
     refused: dict[str, str] = {}
@@ -50,12 +50,12 @@ def tenants_config(
                 "of the two."
             )
             continue
+        holders[tenant.id] = tenant.metadata.key
         try:
             record = _record(tenant)
         except InvalidInput as error:
             refused[tenant.metadata.key] = error.message
             continue
-        holders[tenant.id] = tenant.metadata.key
         own = tuple({key.id: key for key in keys.get(tenant.id, ()) if key.id not in seen}.values())
         seen.update(key.id for key in own)
         accepted[tenant.id] = replace(record, keys=own)
