@@ -11,8 +11,9 @@ from mural_resolvers.redaction import redacted
 
 __all__ = ["Condition", "Truth", "listed", "said"]
 
-MAX_SAID_CHARS = 300
-"""Of what a replica answered: it comes from another machine, and goes into the API server."""
+MAX_SAID_BYTES = 300
+"""Of what a replica answered: it comes from another machine, and goes into the API server, where an
+object has at most 1.5 MB and a status as many of these as there are replicas."""
 MAX_LISTED = 4
 
 Truth = Literal["True", "False", "Unknown"]
@@ -32,7 +33,10 @@ def said(text: str) -> str:
     """Another machine's words, fit for a status: no key in them, printable, bounded."""
     # Before the cut, which could leave a part of a secret that is not recognised any more.
     clean = "".join(each if each.isprintable() else " " for each in redacted(text[:65_536]))
-    return clean if len(clean) <= MAX_SAID_CHARS else f"{clean[:MAX_SAID_CHARS]}…"
+    data = clean.encode()
+    if len(data) <= MAX_SAID_BYTES:
+        return clean
+    return f"{data[:MAX_SAID_BYTES].decode(errors='ignore')}…"
 
 
 def listed(names: Iterable[str]) -> str:

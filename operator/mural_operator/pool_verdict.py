@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mural_operator.conditions import Condition, listed, said
+from mural_operator.conditions import Condition, listed
 from mural_operator.reconcile import Plan
 from mural_operator.unreadable import Unreadable
 from mural_operator.world import World
@@ -105,7 +105,7 @@ def _healthy(world: World) -> Condition:
         )
     silent = [pod for pod in pods if pod.ready and not pod.heard]
     if silent:
-        said_what = f" {said(silent[0].error)}" if silent[0].error else ""
+        said_what = f" {silent[0].error}" if silent[0].error else ""
         return Condition(
             "Healthy",
             "False",

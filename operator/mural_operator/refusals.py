@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from mural_operator.conditions import said
 from mural_operator.world import Refusal
 from mural_server.protocol import ControlError
 
@@ -22,7 +23,6 @@ STANDING: Final = frozenset({400, 404, 409, 413, 422})
 LYING: Final = 200
 """The status of a refusal by a pod which says yes and does not do it."""
 NO_ANSWER: Final = 0
-MAX_MESSAGE_CHARS: Final = 500
 
 
 def delay_s(
@@ -62,7 +62,7 @@ class Refusals:
         names = self._noted.setdefault(uid, {})
         tries = names[name].tries + 1 if name in names else 1
         wait_s = delay_s(error.status, error.retry_after_s, tries)
-        refusal = Refusal(error.status, error.message[:MAX_MESSAGE_CHARS], self._clock() + wait_s)
+        refusal = Refusal(error.status, said(error.message), self._clock() + wait_s)
         names[name] = _Noted(refusal, tries)
         return refusal
 

@@ -13,8 +13,9 @@ from typing import Final
 
 import msgspec
 
+from mural_operator.conditions import said
 from mural_operator.credentials import CredentialsMissing, PoolCredentials
-from mural_operator.vllm_client import VLLMClient, VLLMModels
+from mural_operator.vllm_client import VLLMClient, VLLMModels, served_names
 from mural_resolvers.backoff import Backoff
 from mural_resolvers.errors import MalformedName
 from mural_resolvers.kubernetes.objects import Engine
@@ -25,6 +26,7 @@ from mural_server.protocol import (
     ControlError,
     Delta,
     Heartbeat,
+    Limits,
     Load,
     Snapshot,
     StateEvent,
@@ -37,8 +39,11 @@ from mural_server.protocol.caution import (
     MAX_READ_BYTES,
     EventBudget,
     count,
+    is_name,
     rate,
     ratio,
+    sha256,
+    word,
 )
 
 __all__ = [
@@ -95,7 +100,7 @@ class Follower(ABC):
         self.models: VLLMModels | None = None
         """What a vLLM pod lists. None: as for `state`."""
         self.error = ""
-        """Why it was not heard, since it last was."""
+        """Why it was not heard, since it last was; fit for a status."""
         self.heard = 0
         """Times that it said something new."""
         self._credentials = credentials
@@ -145,6 +150,7 @@ class Follower(ABC):
 
     def _lost(self, error: str, *, refused: bool) -> None:
         """Forget what it said when that is too old, or when nobody is there who could know it."""
+        error = said(error)
         news = self.error != error
         self.error = error
         old = self._heard_s is None or self._now() - self._heard_s >= self._stale_after_s
@@ -198,7 +204,7 @@ class MuralFollower(Follower):
     def _take(self, event: StateEvent) -> None:
         before = self._raw
         self._raw = apply(before, event)
-        if len(self._raw.adapters) > MAX_ADAPTERS:
+        if max(len(self._raw.adapters), len(self._raw.declared)) > MAX_ADAPTERS:
             self._raw = None
             raise ControlError(f"it tells of more than {MAX_ADAPTERS} adapters")
         was_known = self.state is not None
@@ -320,17 +326,27 @@ async def _run(follower: Follower) -> None:
 
 
 def exact_state(state: Snapshot) -> Snapshot:
-    """The state with every name in its exact form and every number within what can be added up.
+    """The state with every name in its exact form, every number within what can be added up, and
+    every text fit for a status.
 
-    Names that are none of a tenant's stay as they are: they are nobody's business here.
+    Names that are none of a tenant's stay as they are: they are nobody's business here. What no
+    adapter can be called is left out.
     """
     return msgspec.structs.replace(
         state,
+        boot_id=word(state.boot_id),
+        base=msgspec.structs.replace(
+            state.base,
+            model_names=served_names(state.base.model_names),
+            spec_hash=word(state.base.spec_hash),
+        ),
+        limits=_clean_limits(state.limits),
         load=_clean_load(state.load),
-        declared=tuple(_exact(name) for name in state.declared),
+        declared=tuple(_exact(name) for name in state.declared if is_name(name)),
         adapters={
             (name := _exact(status.name)): _clean(name, status)
             for status in state.adapters.values()
+            if is_name(status.name)
         },
     )
 
@@ -347,10 +363,22 @@ def _clean(name: str, status: AdapterStatus) -> AdapterStatus:
     return msgspec.structs.replace(
         status,
         name=name,
+        digest=sha256(status.digest),
         rank=count(status.rank),
         bytes=count(status.bytes),
         requests=count(status.requests),
         load=rate(status.load),
+    )
+
+
+def _clean_limits(limits: Limits) -> Limits:
+    return Limits(
+        slots=count(limits.slots),
+        max_cpu_loras=count(limits.max_cpu_loras),
+        host_bytes=count(limits.host_bytes),
+        max_lora_rank=count(limits.max_lora_rank),
+        max_num_seqs=count(limits.max_num_seqs),
+        max_model_len=count(limits.max_model_len),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from mural_operator.conditions import Condition, listed, said
+from mural_operator.conditions import Condition, listed
 from mural_operator.judge import Rejected
 from mural_operator.place import Places
 from mural_operator.reconcile import Plan
@@ -361,7 +361,7 @@ class _Judgement:
             )
         silent = [pod for pod in self._homes if not pod.heard]
         if silent:
-            why = f" {said(silent[0].error)}" if silent[0].error else ""
+            why = f" {silent[0].error}" if silent[0].error else ""
             return Condition(
                 "Degraded",
                 "Unknown",
@@ -397,7 +397,7 @@ class _Judgement:
     def _entries(self) -> Iterator[ReplicaEntry]:
         for pod in (*self._homes, *self._starting)[:MAX_REPLICAS]:
             refusal = pod.refusals.get(self._name)
-            error = "" if refusal is None else said(refusal.message)
+            error = "" if refusal is None else refusal.message
             status = pod.status(self._name)
             if pod.state is None:
                 yield ReplicaEntry(pod.name, "unknown", last_error=error)
@@ -418,4 +418,4 @@ class _Judgement:
 
 def _answer(pod: Pod, refusal: Refusal) -> str:
     what = f"answered {refusal.status}" if refusal.status else "did not answer"
-    return f"{pod.name} {what}: {said(refusal.message)}"
+    return f"{pod.name} {what}: {refusal.message}"

@@ -10,14 +10,16 @@ import msgspec
 
 from mural_resolvers.errors import MalformedName
 from mural_resolvers.names import parse_name
+from mural_resolvers.redaction import holds_key
+from mural_router.placement import base_names
 from mural_server.protocol import ControlError
+from mural_server.protocol.caution import MAX_ADAPTERS
 from mural_server.protocol.exchange import ExchangeError, exchange
 
-__all__ = ["VLLMClient", "VLLMModels"]
+__all__ = ["VLLMClient", "VLLMModels", "served_names"]
 
 MAX_MODELS_BYTES: Final = 4 << 20
 MAX_ANSWER_BYTES: Final = 64 << 10
-MAX_BASE_NAMES: Final = 16
 
 
 class VLLMModels(NamedTuple):
@@ -89,10 +91,12 @@ class VLLMClient:
             cards = msgspec.json.decode(body, type=_Cards).data
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ControlError(f"a list of models that is none: {error}") from None
-        bases = (card.id for card in cards if card.parent is None)
+        if len(cards) > MAX_ADAPTERS:
+            raise ControlError(f"it tells of more than {MAX_ADAPTERS} adapters")
+        bases = tuple(card.id for card in cards if card.parent is None)
         names = (_exact(card.id) for card in cards if card.parent is not None)
         return VLLMModels(
-            tuple(bases)[:MAX_BASE_NAMES], frozenset(name for name in names if name is not None)
+            served_names(bases), frozenset(name for name in names if name is not None)
         )
 
     async def warm(self, name: str) -> None:
@@ -143,6 +147,11 @@ class VLLMClient:
         if answer.head.status != 200:
             raise _refusal(answer.head.status, received, answer.head.headers.get("retry-after", ""))
         return received
+
+
+def served_names(told: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of a base model, which come into statuses: none that holds a key."""
+    return tuple(name for name in base_names(told) if not holds_key(name))
 
 
 def _exact(text: str) -> str | None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from mural_operator.owners import Owners
 from mural_operator.unreadable import Outdated
 from mural_resolvers.kubernetes.objects import Adapter, ServingPool
-from mural_router.placement import Base, Fleet, Replica, agreed_base, base_names
+from mural_router.placement import Base, Fleet, Replica, agreed_base
 from mural_server.protocol import AdapterStatus, Snapshot
 
 __all__ = ["MAX_WAIT_S", "Pod", "Refusal", "World"]
@@ -25,6 +25,7 @@ class Refusal:
     status: int
     """0: it did not answer."""
     message: str
+    """Fit for a status."""
     retry_at: float
     """When to try again, on the clock that `reconcile` is told."""
 
@@ -48,7 +49,7 @@ class Pod:
     refusals: Mapping[str, Refusal] = field(default_factory=dict)
     """By exact name; gone when the pod restarts, the adapter changes or the action succeeds."""
     error: str = ""
-    """Why it was not heard, since it last was."""
+    """Why it was not heard, since it last was; fit for a status."""
 
     @property
     def heard(self) -> bool:
@@ -66,8 +67,8 @@ class Pod:
     def base(self) -> Base:
         """What it serves, by its own word."""
         if self.state is None:
-            return Base(base_names(self.served))
-        return Base(base_names(self.state.base.model_names), self.state.base.spec_hash)
+            return Base(self.served)
+        return Base(self.state.base.model_names, self.state.base.spec_hash)
 
     def holds(self, name: str) -> AdapterStatus | None:
         """The adapter, if it is in memory and not on its way there."""

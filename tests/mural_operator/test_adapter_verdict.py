@@ -27,7 +27,6 @@ from mural_operator.verdict import (
     without_pool,
 )
 from mural_operator.world import Pod, Refusal
-from mural_resolvers.tenants import mint_key
 
 V1 = "acme/default:v1"
 NOW = EPOCH.timestamp()
@@ -263,12 +262,3 @@ def test_an_object_without_its_pool_says_where_one_is_looked_for():
     found = without_pool(make_adapter("v1"), "mural")
     assert found.reason == "NoPool"
     assert "no ServingPool pool in the namespace mural" in conditions(found)["Placed"].message
-
-
-def test_what_a_replica_answers_goes_into_a_status_without_keys_and_bounded():
-    key = mint_key().key
-    found = judge(pods=[refusing(404, f"no {key}\x1b[31m\n" + "x" * 10_000)])
-    for text in (*(each.message for each in found.conditions), found.replicas[0].last_error):
-        assert key not in text
-        assert text.isprintable()
-        assert len(text) <= 1024
