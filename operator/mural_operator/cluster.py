@@ -245,6 +245,11 @@ class Cluster:
             group.create_task(self._tenants.run(self._changed(self._tenant)))
             group.create_task(self._pods.run(self._changed(lambda _: self._assign())))
 
+    @property
+    def is_synced(self) -> bool:
+        """Whether each kind was listed once."""
+        return self._synced.is_set()
+
     async def synced(self) -> None:
         """Wait until each kind was listed once: what is missing then does not exist."""
         await self._synced.wait()
@@ -396,6 +401,11 @@ class _Kind(Generic[T]):
     def fresh(self) -> bool:
         """Whether each is watched now."""
         return all(watch.fresh for watch in self._watches)
+
+    @property
+    def trouble(self) -> str:
+        """Why one is not; empty: each is."""
+        return next((watch.trouble for watch in self._watches if watch.trouble), "")
 
 
 class _ByPool:

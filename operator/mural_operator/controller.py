@@ -18,6 +18,7 @@ from mural_operator.router_keys import RouterKeys
 from mural_operator.status_writer import StatusWriter
 from mural_operator.statuses import Statuses
 from mural_operator.tenants_worker import TenantsWorker
+from mural_operator.troubles import Troubles
 from mural_operator.unreadable_worker import UnreadableWorker
 from mural_operator.worker import Worker
 from mural_resolvers.kubernetes.client import KubeClient
@@ -35,6 +36,7 @@ class Services:
     writer: StatusWriter
     events: EventRecorder
     metrics: Metrics
+    troubles: Troubles
     conditions: dict[str, tuple[Condition, ...]]
     """By an Adapter's key, of the term: what its status says."""
     router_keys: str
@@ -48,16 +50,18 @@ class Controller(Wakes, FleetListener):
     def __init__(self, services: Services) -> None:
         self._cluster = services.cluster
         self._conditions = services.conditions
+        self._troubles = services.troubles
         self._fleet = services.fleet
-        self._statuses = Statuses(services.leading)
+        self._statuses = Statuses(services.leading, services.troubles)
         ground = Ground(
             cluster=services.cluster,
-            executor=Executor(services.client, services.leading),
+            executor=Executor(services.client, services.leading, services.troubles),
             fleet=services.fleet,
             statuses=self._statuses,
             writer=services.writer,
             events=services.events,
             metrics=services.metrics,
+            troubles=services.troubles,
             conditions=services.conditions,
         )
         now = asyncio.get_running_loop().time
@@ -82,6 +86,7 @@ class Controller(Wakes, FleetListener):
             self._fleet.tell(None)
             self._cluster.tell_no_more(self)
             self._conditions.clear()
+            self._troubles.clear()
 
     # -- being told -------------------------------------------------------------------------------
 

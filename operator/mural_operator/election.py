@@ -22,6 +22,7 @@ from typing import Final, Protocol
 import msgspec
 
 from mural_resolvers.kubernetes.client import JsonObject, KubeError
+from mural_resolvers.kubernetes.complaint import Complaint
 from mural_resolvers.kubernetes.paths import LEASES
 
 __all__ = ["Clock", "Election", "ElectionTiming", "LeaseClient", "WorkGoesOn"]
@@ -144,9 +145,10 @@ class Election:
         timing: ElectionTiming | None = None,
         clock: Clock | None = None,
         jitter: Callable[[], float] = random.random,
+        able: Callable[[], bool] = lambda: True,
     ) -> None:
         """``name`` is the Lease's. ``identity`` must be this process's alone, for ever: a pod's
-        name and something random."""
+        name and something random. Who is not ``able`` yet leaves the Lease to others."""
         self._client = client
         self._path = LEASES.named(namespace, name)
         self._all = LEASES.of(namespace)
@@ -161,7 +163,12 @@ class Election:
         self._taken_away = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._trouble = ""
+        self._able = able
+        self._complaint = Complaint(
+            log,
+            f"the Lease {namespace}/{name} cannot be reached",
+            mended="the Lease can be reached again",
+        )
 
     @property
     def leading(self) -> bool:
@@ -172,6 +179,11 @@ class Election:
     def leader(self) -> str:
         """Who holds the Lease as far as is known; empty for nobody."""
         return self._seen.holder if self._seen is not None else ""
+
+    @property
+    def trouble(self) -> str:
+        """Why the Lease cannot be looked at or taken; empty: it can."""
+        return self._complaint.trouble
 
     async def wait_leading(self) -> None:
         """Return when this one may act."""
@@ -246,7 +258,7 @@ class Election:
             at = self._deadline - self._timing.act_s + self._timing.renew_s
             return max(at - self._clock.now(), RETRY_S * self._jitter())
         usual_s = self._timing.renew_s * (1.0 + 0.2 * self._jitter())
-        if self._seen is None or self._trouble:
+        if self._seen is None or self.trouble or not self._able():
             return usual_s
         lapses_in_s = self._seen.lapses_at(self._timing.duration_s) - self._clock.now()
         # Several may have seen the same renewal at the same moment.
@@ -260,13 +272,13 @@ class Election:
             async with self._clock.timeout(min(CALL_S, left_s) if left_s > 0 else 2 * CALL_S):
                 await self._renew_or_take()
         except TimeoutError:
-            self._complain("the API server did not answer in time")
-        except (KubeError, msgspec.MsgspecError) as error:
-            self._complain(str(error))
+            self._complaint.note(KubeError(0, "NoAnswer", "the API server did not answer in time"))
+        except KubeError as error:
+            self._complaint.note(error)
+        except msgspec.MsgspecError as error:
+            self._complaint.note(KubeError(0, "Garbled", f"it is none that can be read: {error}"))
         else:
-            if self._trouble:
-                log.info("the Lease can be reached again")
-            self._trouble = ""
+            self._complaint.over()
 
     async def _renew_or_take(self) -> None:
         seen = self._seen
@@ -283,8 +295,9 @@ class Election:
                 # Else someone has written it, or an attempt of ours whose answer was lost.
         seen = await self._look()
         if seen is None:
-            await self._make()
-        elif seen.holder == self._identity or self._may_take(seen):
+            if self._able():
+                await self._make()
+        elif seen.holder == self._identity or (self._able() and self._may_take(seen)):
             await self._put(seen)
         else:
             self._lose()
@@ -395,11 +408,6 @@ class Election:
     async def _put_nobody(self, seen: _Seen) -> None:
         spec = self._spec(seen) | {"holderIdentity": "", "leaseDurationSeconds": 1}
         await self._client.replace(self._path, seen.fields | {"spec": spec})
-
-    def _complain(self, problem: str) -> None:
-        if problem != self._trouble:
-            log.warning("the Lease cannot be reached: %s", problem)
-        self._trouble = problem
 
 
 async def _awaited(work: Callable[[], Awaitable[None]]) -> None:

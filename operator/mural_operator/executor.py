@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -28,6 +28,7 @@ from mural_operator.reconcile import (
 )
 from mural_operator.refusals import LYING, Refusals, delay_s
 from mural_operator.replicas import Follower, MuralFollower, VLLMFollower
+from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import JsonObject, KubeClient, KubeError
 from mural_resolvers.kubernetes.objects import ObjectMeta
 from mural_resolvers.kubernetes.paths import ADAPTERS
@@ -49,6 +50,8 @@ NOT_SHOWN: Final = 3
 """So often may a pod say that it has loaded what its state does not show."""
 CONFLICT_S: Final = 0.5
 """Until the watch has brought the object that was changed meanwhile."""
+
+FINALIZERS: Final = "the finalizer of the adapters, without which none is loaded,"
 
 DECLARED: Final = ""
 """The declared set among a pod's things; every adapter has a name."""
@@ -127,9 +130,10 @@ class Executor:
     term must not do a thing more, even before it is told.
     """
 
-    def __init__(self, client: KubeClient, may_act: Callable[[], bool]) -> None:
+    def __init__(self, client: KubeClient, may_act: Callable[[], bool], troubles: Troubles) -> None:
         self._client = client
         self._may_act = may_act
+        self._troubles = troubles
         self._pools: dict[str, _Pool] = {}
         self._counted = 0
 
@@ -143,6 +147,7 @@ class Executor:
         ended = self._pools.pop(pool, None)
         if ended is None:
             return
+        self._forget_troubles(ended.waits.keys())
         tasks = [running.task for running in ended.running.values()]
         for task in tasks:
             task.cancel()
@@ -153,6 +158,7 @@ class Executor:
         """Take a pool's new plan. Returns at once."""
         pool = self._pools[name]
         pool.planned = {_key(action): action for action in actions}
+        self._forget_troubles(pool.waits.keys() - pool.planned.keys())
         pool.waits = {
             key: wait for key, wait in pool.waits.items() if pool.planned.get(key) == wait.action
         }
@@ -172,6 +178,11 @@ class Executor:
         now = asyncio.get_running_loop().time()
         times = (wait.until for wait in self._pools[name].waits.values())
         return min((until for until in times if until > now), default=None)
+
+    def _forget_troubles(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            if not key.pod:
+                self._troubles.over(FINALIZERS, key.what)
 
     @property
     def busy(self) -> int:
@@ -318,8 +329,19 @@ class Executor:
                 follower.refused_credentials()
             if isinstance(action, Load | Warm):
                 _note(pool.hands.refusals, follower.target.uid, action.name, error, tries)
+        self._say(key, action, error)
         until = asyncio.get_running_loop().time() + _wait_s(error, tries)
         pool.waits[key] = _Wait(action, until, tries, failed=error is not None)
+
+    def _say(self, key: _Key, action: Action, error: Failure | None) -> None:
+        """What pods refuse is in the statuses; that nothing can be done at all has no other place
+        than the log."""
+        if not isinstance(action, AddFinalizer | RemoveFinalizer):
+            return
+        if not isinstance(error, KubeError):
+            self._troubles.over(FINALIZERS, key.what)
+        elif error.status != 409:
+            self._troubles.note(log, FINALIZERS, key.what, error)
 
 
 def _note(refusals: Refusals, uid: str, name: str, error: Failure | None, tries: int) -> None:

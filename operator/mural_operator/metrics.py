@@ -30,6 +30,10 @@ class Freshness(Protocol):
     def fresh(self) -> bool:
         """Whether it is being watched now."""
 
+    @property
+    def trouble(self) -> str:
+        """Why it is not; empty: it is."""
+
 
 class Metrics:
     """One operator's numbers: events are told, states are asked for at each scrape.

@@ -24,6 +24,7 @@ from mural_operator.fleet import Fleet
 from mural_operator.metrics import Metrics
 from mural_operator.settings import OperatorSettings
 from mural_operator.status_writer import StatusWriter
+from mural_operator.troubles import Troubles
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.config import cluster_config
@@ -66,8 +67,10 @@ class Operator:
             name=settings.lease,
             namespace=self.namespace,
             identity=f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4()}",
+            able=lambda: self._cluster.is_synced,
         )
         self._fleet = Fleet(client, self._cluster)
+        self._troubles = Troubles()
         self._conditions: dict[str, tuple[Condition, ...]] = {}
         self.metrics = Metrics(
             watches=lambda: self._cluster.watches,
@@ -83,6 +86,7 @@ class Operator:
             writer=StatusWriter(client, metrics=self.metrics),
             events=self._events,
             metrics=self.metrics,
+            troubles=self._troubles,
             conditions=self._conditions,
             router_keys=settings.keys_secret,
             leading=lambda: self._election.leading,
@@ -143,7 +147,11 @@ class Operator:
         if self._stopping:
             return "shutting down"
         unknown = [name for name, kind in self._cluster.watches.items() if not kind.synced]
-        return f"not listed yet: {', '.join(unknown)}" if unknown else None
+        troubles = [kind.trouble for kind in self._cluster.watches.values() if kind.trouble]
+        troubles += filter(None, (self._election.trouble, self._troubles.lasting))
+        if unknown:
+            troubles.append(f"not listed yet: {', '.join(unknown)}")
+        return "\n".join(troubles) or None
 
     def _count_conditions(self) -> Mapping[tuple[str, str], int]:
         # Who does not lead judges no adapter.

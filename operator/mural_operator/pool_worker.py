@@ -20,6 +20,7 @@ from mural_operator.refusals import LYING, Refusals
 from mural_operator.replicas import Follower
 from mural_operator.status_writer import StatusWriter
 from mural_operator.statuses import Statuses
+from mural_operator.troubles import Troubles
 from mural_operator.unreadable import Unreadable
 from mural_operator.verdict import AdapterVerdict, of_unreadable_pool, verdict, without_pool
 from mural_operator.worker import Worker
@@ -49,6 +50,7 @@ class Ground:
     writer: StatusWriter
     events: EventRecorder
     metrics: Metrics
+    troubles: Troubles
     conditions: dict[str, tuple[Condition, ...]]
     """By an Adapter's key: what its status says, for the metrics."""
 

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final
 
+from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeError
 
 __all__ = ["Statuses"]
@@ -41,8 +42,9 @@ class _Told:
 class Statuses:
     """For one event loop, during one term; nothing is written once ``may_act`` says no."""
 
-    def __init__(self, may_act: Callable[[], bool]) -> None:
+    def __init__(self, may_act: Callable[[], bool], troubles: Troubles) -> None:
         self._may_act = may_act
+        self._troubles = troubles
         self._told: dict[str, _Told] = {}
         self._queue: asyncio.Queue[str] = asyncio.Queue()
 
@@ -63,6 +65,7 @@ class Statuses:
     def forget(self, key: str) -> None:
         """The object is gone, or someone else's."""
         self._told.pop(key, None)
+        self._troubles.over(_kind(key), key)
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -89,10 +92,11 @@ class Statuses:
         try:
             await write()
         except KubeError as error:
-            log.warning("the status of %s cannot be written: %s", key, error)
+            self._troubles.note(log, _kind(key), key, error)
         except Exception:
             log.exception("the status of %s cannot be written", key)
         else:
+            self._troubles.over(_kind(key), key)
             return SPACING_S
         told.write = told.write or write
         return RETRY_S
@@ -106,3 +110,7 @@ class Statuses:
         if not told.queued and not told.resting:
             told.queued = True
             self._queue.put_nowait(key)
+
+
+def _kind(key: str) -> str:
+    return f"the status of the {key.partition(' ')[0]}s"

@@ -29,6 +29,7 @@ class TenantsWorker(Worker):
         super().__init__("the tenants")
         self._ground = ground
         self._keys = keys
+        self._about_keys = f"the Secret {keys.name}, by which routers know keys,"
         self._generations: dict[str, tuple[str, int]] = {}
 
     async def run(self) -> None:
@@ -55,8 +56,10 @@ class TenantsWorker(Worker):
         try:
             await self._keys.write(found.keys_json())
         except KubeError as error:
-            log.warning("the Secret %s cannot be written: %s", self._keys.name, error)
+            self._ground.troubles.note(log, self._about_keys, "", error)
             self.wake_at(asyncio.get_running_loop().time() + RETRY_S)
+        else:
+            self._ground.troubles.over(self._about_keys, "")
         for tenant in tenants:
             self._tell(tenant.metadata, found.verdicts[tenant.metadata.key])
 

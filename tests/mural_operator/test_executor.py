@@ -24,6 +24,7 @@ from mural_operator.reconcile import (
 )
 from mural_operator.refusals import LYING, Refusals
 from mural_operator.replicas import Replicas, Target
+from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import Adapter, AdapterSpec, ObjectMeta
 
@@ -59,7 +60,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.api = Api()
-        self.executor = Executor(self.api, lambda: self.may_act)
+        self.executor = Executor(self.api, lambda: self.may_act, Troubles())
         self.may_act = True
         self.replicas = Replicas(Keys(), lambda pod, load_only: None)
         self.refusals = Refusals(time.time)

@@ -14,6 +14,7 @@ from mural_operator.metrics import Metrics
 class Watched:
     synced: bool = True
     fresh: bool = True
+    trouble: str = ""
 
 
 class Told:

@@ -198,7 +198,7 @@ async def test_many_that_cannot_be_read_are_one_line_of_the_log(kept, caplog):
         kept.cache.suspect(name)
     await kept.until(lambda cache: len(cache.contents) == 100)
     async with asyncio.timeout(WAIT_S):
-        while len(caplog.records) < 2:
+        while len(caplog.records) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2

@@ -9,6 +9,7 @@ import pytest
 
 from mural_operator import statuses as module
 from mural_operator.statuses import PARALLEL, Statuses
+from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeError
 
 WAIT_S = 20
@@ -19,7 +20,7 @@ class Written:
 
     def __init__(self) -> None:
         self.may_act = True
-        self.statuses = Statuses(lambda: self.may_act)
+        self.statuses = Statuses(lambda: self.may_act, Troubles())
         self.writes: list[tuple[str, object]] = []
         self.failures: list[Exception] = []
         self.gate = asyncio.Event()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -17,6 +19,8 @@ from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 
 __all__ = ["JsonObject", "KubeClient", "KubeError", "PatchKind", "Verb"]
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
 """For a whole call, its answer's body included."""
@@ -47,6 +51,9 @@ _PATCH_TYPES: Mapping[PatchKind, str] = {
     "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
+MAX_WARNINGS = 64
+_WARNING = re.compile(r'299 \S+ "((?:[^"\\]|\\.)*)"')
+"""RFC 7234, as the API server writes it."""
 _NO_PARAMS: Mapping[str, str] = {}
 
 
@@ -87,6 +94,8 @@ class KubeClient:
         """``timeout_s`` bounds each call as a whole. Raises ValueError for unusable settings."""
         self.calls: Counter[str] = Counter()
         self.namespace: str = config.namespace
+        self._server = config.cluster.server
+        self._warned: set[str] = set()
         self._timeout_s = timeout_s
         params = ConnectionParams(timeout=httpx2.Timeout(timeout_s))
         try:
@@ -197,11 +206,15 @@ class KubeClient:
                 try:
                     if not response.is_success:
                         raise await self._refusal(response)
+                    self._pass_on_warnings(response)
                     return await _body(response)
                 finally:
                     await response.aclose()
         except TimeoutError:
-            raise _no_answer(f"no answer within {self._timeout_s:g} s") from None
+            raise self._late() from None
+
+    def _late(self) -> KubeError:
+        return _no_answer(f"no answer from {self._server} within {self._timeout_s:g} s")
 
     async def _send(self, verb: Verb, request: httpx2.Request) -> httpx2.Response:
         """The answer's head."""
@@ -210,10 +223,27 @@ class KubeClient:
             async with asyncio.timeout(self._timeout_s):
                 return await self._http.send(request, stream=True)
         except TimeoutError:
-            raise _no_answer(f"no answer within {self._timeout_s:g} s") from None
+            raise self._late() from None
         except (httpx2.HTTPError, ConfigError, OSError, KeyError, TypeError, ValueError) as error:
             # Beside HTTP's: what a token's absent file and the program that makes tokens cause.
-            raise _no_answer(f"{type(error).__name__}: {error}") from None
+            why = f"{type(error).__name__}: {error}"
+            raise _no_answer(f"no answer from {self._server} ({why})") from None
+
+    def _pass_on_warnings(self, response: httpx2.Response) -> None:
+        """What the API server has done only in part, such as dropped a field: each once."""
+        for header in response.headers.get_list("warning"):
+            for text in _WARNING.findall(header):
+                if text not in self._warned and len(self._warned) < MAX_WARNINGS:
+                    self._warned.add(text)
+                    older = (
+                        ": its definitions of Mural's kinds are older than this program; those "
+                        "that belong to it are in charts/mural/crds"
+                    )
+                    log.warning(
+                        "the API server warns: %s%s",
+                        text.replace('\\"', '"')[:MAX_MESSAGE],
+                        older if text.startswith("unknown field") else "",
+                    )
 
     async def _refusal(self, response: httpx2.Response) -> KubeError:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import yaml
 from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
@@ -20,10 +22,16 @@ def cluster_config() -> SingleConfig:
         raise ValueError(f"no Kubernetes to ask: {error}") from None
     except (AttributeError, LookupError, TypeError, ValueError, OSError, yaml.YAMLError) as error:
         # A name that nothing has, a field of another form, a file that is not for us to read.
-        problem = f"{type(error).__name__}: {error}"
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"no Kubernetes to ask: the configuration cannot be read ({problem})"
+            f"no Kubernetes to ask: the configuration {_path()} cannot be read as one ({problem})"
         ) from None
     if config is None:
-        raise ValueError("no Kubernetes to ask: no context is chosen")
+        raise ValueError(
+            f"no Kubernetes to ask: {_path()} chooses no context; kubectl config use-context does"
+        )
     return config
+
+
+def _path() -> str:
+    return os.environ.get("KUBECONFIG") or "~/.kube/config"

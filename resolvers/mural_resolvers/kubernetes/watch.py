@@ -17,6 +17,7 @@ import msgspec
 from mural_resolvers.backoff import Backoff
 from mural_resolvers.errors import MuralError
 from mural_resolvers.kubernetes.client import KubeClient, KubeError
+from mural_resolvers.kubernetes.complaint import Complaint
 
 __all__ = ["Changed", "Watch", "from_json"]
 
@@ -110,7 +111,9 @@ class Watch(Generic[T]):
         """``what`` names the objects in the log, in the plural. Selectors as ``kubectl`` has."""
         self.synced = False
         self.fresh = False
-        self.trouble = ""
+        self._complaint = Complaint(
+            log, f"{what} cannot be watched", mended=f"{what} are watched again"
+        )
         self._client = client
         self._path = path
         self._decode = decode
@@ -121,6 +124,11 @@ class Watch(Generic[T]):
         self._invalid: dict[str, str] = {}
         self._version: str | None = None
         self._backoff = Backoff(RETRY_FIRST_S, RETRY_MOST_S)
+
+    @property
+    def trouble(self) -> str:
+        """Why they are not watched now; empty: they are, or never were tried."""
+        return self._complaint.trouble
 
     @property
     def objects(self) -> Mapping[str, T]:
@@ -252,17 +260,12 @@ class Watch(Generic[T]):
     # -- outages ----------------------------------------------------------------------------------
 
     def _well(self) -> None:
-        if self.trouble:
-            log.info("%s are watched again", self._what)
-        self.trouble = ""
+        self._complaint.over()
         self.fresh = True
 
     def _complain(self, error: KubeError, changed: Changed) -> None:
-        began = not self.trouble
-        self.trouble = str(error)
         self.fresh = False
-        if began:
-            log.warning("%s cannot be watched: %s", self._what, error)
+        if self._complaint.note(error):
             changed(None)
 
 

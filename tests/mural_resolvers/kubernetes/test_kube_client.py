@@ -101,16 +101,27 @@ async def test_no_server_at_all_is_status_zero(kube_api, client):
 async def test_a_server_that_never_answers_is_given_up(kube_api):
     kube_api.hanging = True
     async with KubeClient(kube_api.config(), timeout_s=0.05) as client:
-        with pytest.raises(KubeError, match=r"no answer within 0\.05 s") as caught:
+        with pytest.raises(KubeError, match=r"no answer from http.* within 0\.05 s") as caught:
             await client.create(PATH, {})
     assert caught.value.status == 0
+
+
+async def test_what_the_api_server_has_dropped_is_said_once(kube_api, client, caplog):
+    warning = '299 - "unknown field \\"status.rank\\"", 299 - "v1 is deprecated"'
+    kube_api.answer(200, {}, times=2, warning=warning)
+    await client.patch(PATH, {})
+    await client.patch(PATH, {})
+    assert len(caplog.messages) == 2
+    assert 'unknown field "status.rank": its definitions' in caplog.messages[0]
+    assert "charts/mural/crds" in caplog.messages[0]
+    assert caplog.messages[1] == "the API server warns: v1 is deprecated"
 
 
 async def test_a_body_that_never_ends_in_time_is_given_up(kube_api):
     # The head promises more than ever comes.
     kube_api.answer(200, b"x", content_length="100")
     async with KubeClient(kube_api.config(), timeout_s=0.05) as client:
-        with pytest.raises(KubeError, match="no answer within"):
+        with pytest.raises(KubeError, match=r"no answer from \S+ within"):
             await client.get(PATH)
 
 

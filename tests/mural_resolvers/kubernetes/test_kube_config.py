@@ -47,5 +47,6 @@ def test_outside_a_pod_it_is_the_kubeconfigs(written):
 )
 def test_a_configuration_that_cannot_be_read_is_said(written, text):
     written(text)
-    with pytest.raises(ValueError, match="no Kubernetes to ask"):
+    with pytest.raises(ValueError, match="no Kubernetes to ask") as caught:
         cluster_config()
+    assert "\n" not in str(caught.value)
