@@ -22,7 +22,8 @@ async def kube(monkeypatch: pytest.MonkeyPatch, caplog) -> AsyncIterator[InMemor
     hurry(monkeypatch)
     monkeypatch.setattr("mural_resolvers.kubernetes.watch.RETRY_FIRST_S", 0.01)
     monkeypatch.setattr("mural_resolvers.kubernetes.watch.RETRY_MOST_S", 0.05)
-    monkeypatch.setattr("mural_operator.statuses.RETRY_S", 0.05)
+    for name in ("RETRY_S", "RETRY_FIRST_S", "RETRY_MOST_S"):
+        monkeypatch.setattr(f"mural_operator.statuses.{name}", 0.05, raising=False)
     monkeypatch.setattr("mural_operator.tenants_worker.RETRY_S", 0.05)
     monkeypatch.setattr("mural_operator.executor.delay_s", lambda *_: 0.05)
     caplog.set_level(logging.INFO)
