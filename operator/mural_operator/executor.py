@@ -26,7 +26,7 @@ from mural_operator.reconcile import (
     Unload,
     Warm,
 )
-from mural_operator.refusals import LYING, Refusals, delay_s
+from mural_operator.refusals import LYING, MOST_S, Refusals, delay_s
 from mural_operator.replicas import Follower, MuralFollower, VLLMFollower
 from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import JsonObject, KubeClient, KubeError
@@ -49,7 +49,7 @@ pods that hang must not keep the others waiting."""
 NOT_SHOWN: Final = 3
 """So often may a pod say that it has loaded what its state does not show."""
 CONFLICT_S: Final = 0.5
-"""Until the watch has brought the object that was changed meanwhile."""
+"""Until the watch has brought the object that was changed meanwhile; twice as long each time."""
 
 FINALIZERS: Final = "the finalizer of the adapters, without which none is loaded,"
 
@@ -357,7 +357,7 @@ def _note(refusals: Refusals, uid: str, name: str, error: Failure | None, tries:
 def _wait_s(error: Failure | None, tries: int) -> float:
     """Until the same is tried again, should it still be wanted then."""
     if isinstance(error, KubeError) and error.status == 409:
-        return CONFLICT_S
+        return min(CONFLICT_S * 2.0 ** min(tries - 1, 16), MOST_S)
     if isinstance(error, ControlError | KubeError):
         return delay_s(error.status, error.retry_after_s, tries)
     return delay_s(0, None, tries)

@@ -14,7 +14,7 @@ from mural_operator.conditions import said
 from mural_operator.world import Refusal
 from mural_server.protocol import ControlError
 
-__all__ = ["LYING", "Refusals", "delay_s"]
+__all__ = ["LYING", "MOST_S", "Refusals", "delay_s"]
 
 FIRST_S: Final = 1.0
 MOST_S: Final = 60.0

@@ -50,4 +50,4 @@ class UnreadableWorker(Worker):
 
 def _status_key(key: str) -> str:
     # Not as the pool's worker has it, which may tell of the object already when this one forgets.
-    return f"unreadable adapter {key}"
+    return f"adapter {key} (unreadable)"

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 from simulated_server import Knobs, Refusal, SimulatedServer
+from virtual_time import in_virtual_time
 
 from mural_operator.credentials import Credentials
 from mural_operator.executor import PARALLEL, PARALLEL_PER_POD, Executor, Outcome, PoolHands
@@ -303,3 +304,31 @@ async def test_the_end_ends_everything_that_is_under_way(start_simulated, bench)
     async with asyncio.timeout(WAIT_S):
         await bench.executor.close("pool")
     assert bench.executor.busy == 0
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        KubeError(409, "Conflict", "not the last version"),
+        KubeError(403, "Forbidden", "no right"),
+        KubeError(429, "TooManyRequests", "later", retry_after_s=9.0),
+        KubeError(500, "InternalError", "etcd"),
+    ],
+)
+def test_a_finalizer_that_is_refused_for_a_minute_is_asked_for_less_and_less(refusal):
+    async def refused() -> None:
+        bench = Bench()
+        bench.api.refusal = refusal
+        action = AddFinalizer(an_adapter("v1"))
+        for _ in range(600):
+            # As a worker that is woken all the time decides again and again.
+            bench.submit(action)
+            await asyncio.sleep(0.1)
+        assert 2 < len(bench.api.patched) <= 9
+        bench.api.refusal = None
+        while bench.outcomes[-1].error is not None:
+            bench.submit(action)
+            await asyncio.sleep(1.0)
+        await bench.close()
+
+    in_virtual_time(refused())

@@ -75,7 +75,14 @@ async def test_an_adapter_that_never_could_be_read_goes_when_it_is_deleted(kube)
         await kube.adapters.until(lambda it: "v1" not in it)
 
 
-@pytest.mark.parametrize("spec", [{"weight": "much"}, {"grants": ["no!"]}, {"namespaces": 7}])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"grants": ["no!"]},
+        pytest.param({"weight": "much"}, marks=pytest.mark.slow),
+        pytest.param({"namespaces": 7}, marks=pytest.mark.slow),
+    ],
+)
 async def test_a_tenant_that_is_not_accepted_has_nothing_unloaded(kube, spec):
     [server] = await kube.pods(1)
     await kube.adapter("v1")
@@ -95,6 +102,7 @@ async def test_a_tenant_that_is_not_accepted_has_nothing_unloaded(kube, spec):
         assert server.count("remove") == 0
 
 
+@pytest.mark.slow
 async def test_a_spoilt_pool_goes_on_as_it_was_and_is_left_alone_after_a_restart(kube):
     [server] = await kube.pods(1)
     await kube.adapter("v1")

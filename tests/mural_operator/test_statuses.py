@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
 
 import pytest
+from virtual_time import in_virtual_time
 
 from mural_operator import statuses as module
-from mural_operator.statuses import PARALLEL, Statuses
+from mural_operator.statuses import PARALLEL, RETRY_MOST_S, Statuses
 from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeError
 
@@ -53,7 +55,7 @@ class Written:
 @pytest.fixture
 async def written(monkeypatch) -> AsyncIterator[Written]:
     monkeypatch.setattr(module, "SPACING_S", 0.0)
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    monkeypatch.setattr(module, "RETRY_FIRST_S", 0.0)
     written = Written()
     yield written
     written.task.cancel()
@@ -121,3 +123,80 @@ async def test_what_could_not_be_written_between_two_renewals_is_written_after_t
     written.may_act = True
     await written.until(lambda: written.writes)
     assert written.writes == [("adapter a", "ready")]
+
+
+REFUSES_S = 60.0
+
+
+class Refusing:
+    """An API server that refuses statuses for a minute, and then none; in virtual time."""
+
+    def __init__(self, error: KubeError, num: int = 200, only: str = "") -> None:
+        self.error = error
+        self.only = only
+        """The one key that is refused; empty: all are."""
+        self.keys = [f"adapter {at}" for at in range(num)]
+        self.statuses = Statuses(lambda: True, Troubles())
+        self.tries: list[float] = []
+        self.written: dict[str, tuple[object, float]] = {}
+
+    async def run(self) -> None:
+        running = asyncio.create_task(self.statuses.run())
+        now = asyncio.get_running_loop().time
+        for key in self.keys:
+            self.put(key, "loading")
+        while now() < REFUSES_S + 2 * RETRY_MOST_S:
+            await asyncio.sleep(1.0)
+            # What its replicas do changes all the time.
+            self.put(self.keys[0], f"verdict at {min(now(), REFUSES_S):.0f}")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    def put(self, key: str, verdict: object) -> None:
+        async def write() -> None:
+            now = asyncio.get_running_loop().time()
+            await asyncio.sleep(0.01)
+            if now < REFUSES_S and self.only in ("", key):
+                self.tries.append(now)
+                raise self.error
+            self.written[key] = (verdict, now)
+
+        self.statuses.put(key, "1", verdict, write)
+
+    def check_all_is_right(self) -> None:
+        assert set(self.written) == set(self.keys)
+        assert self.written[self.keys[0]][0] == f"verdict at {REFUSES_S:.0f}"
+
+
+@pytest.mark.parametrize(
+    ("status", "asked_for_s"), [(429, 7.0), (429, None), (500, None), (503, 3600.0), (0, None)]
+)
+def test_an_api_server_in_trouble_is_asked_a_few_times_a_minute_for_all_objects_together(
+    status, asked_for_s, caplog
+):
+    refusing = Refusing(KubeError(status, "", "later", retry_after_s=asked_for_s))
+    in_virtual_time(refusing.run())
+    assert PARALLEL < len(refusing.tries) <= PARALLEL * 8
+    began = refusing.tries[::PARALLEL]
+    least_s = min(asked_for_s or 0.0, RETRY_MOST_S)
+    assert all(after - before >= least_s for before, after in pairwise(began))
+    refusing.check_all_is_right()
+    assert caplog.text.count("cannot be written") == 1
+
+
+@pytest.mark.parametrize("status", [403, 409, 422])
+def test_an_object_whose_status_is_refused_is_asked_about_less_and_less(status, caplog):
+    refusing = Refusing(KubeError(status, "", "no"))
+    in_virtual_time(refusing.run())
+    assert len(refusing.tries) <= len(refusing.keys) * 8
+    refusing.check_all_is_right()
+    assert caplog.text.count("cannot be written") == 1
+
+
+@pytest.mark.parametrize("status", [403, 500])
+def test_one_object_whose_status_is_refused_keeps_the_others_for_a_moment_at_most(status):
+    refusing = Refusing(KubeError(status, "", "no"), only="adapter 7")
+    in_virtual_time(refusing.run())
+    refusing.check_all_is_right()
+    others = [at for key, (_, at) in refusing.written.items() if int(key.split()[1]) > 0]
+    assert sorted(others)[-2] < 5.0
