@@ -19,16 +19,16 @@ import msgspec
 import pytest
 
 from mural_resolvers.tenants import mint_key
-from mural_server.protocol import Base, Limits, Load, PrefixStatistics, Snapshot
+from mural_server.protocol import Base, Heartbeat, Limits, Load, PrefixStatistics, Snapshot
 
 REQUESTS = 60_000
 WORKERS = 12
 START_S = 60.0
 ANSWER_S = 60.0
 """Of one request: the router's own bounds are shorter."""
-GROWN_BYTES = 12 << 20
-"""After the first third, when every cache is full. Each request that stayed with a kilobyte would
-take 40 MB; the rest is the allocator's."""
+GROWN_BYTES = 8 << 20
+"""After the first third, when the caches of names are full. If each request that comes then left
+a kilobyte behind it would be 40 MB; the allocator's own unrest is some 2 MB."""
 MAX_SERIES = 600
 """Seven for each of 50 versions, which replicas have answered under; the rest are few."""
 ADMIN = "the-admins-own-key"
@@ -70,7 +70,10 @@ async def control(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
         ready=True,
     )
     writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: " + msgspec.json.encode(snapshot) + b"\n\n")
-    await reader.read()
+    beat = msgspec.json.encode(Heartbeat(boot_id="boot", seq=0))
+    gone = asyncio.create_task(reader.read())
+    while not (await asyncio.wait({gone}, timeout=1))[0]:
+        writer.write(b"data: " + beat + b"\n\n")
     writer.close()
 
 
@@ -123,10 +126,16 @@ POST = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 class Hostile:
     """Makes requests, none like another. ``ends``: its client goes when it is sent."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, filling: bool) -> None:
+        """``filling``: most of them have what the router remembers up to a number of them."""
         self._random = random.Random(seed)
+        self._filling = filling
 
     def request(self) -> tuple[bytes, bool]:
+        if self._filling and self._random.random() < 0.95:
+            name = f"acme/{self._word()}{self._word()}:{self._word()}"
+            content = {"model": name, "prompt": self._word(), "cache_salt": self._word()}
+            return self._post(json.dumps(content).encode(), key=ACME.key), False
         kinds = (
             (30, self._inference),
             (8, self._garbled_json),
@@ -153,7 +162,7 @@ class Hostile:
         return self._random.choice(
             (
                 lambda: f"acme:{word()}",
-                lambda: f"acme/{word()}:{word()}",
+                *[lambda: f"acme/{word()}:{word()}"] * 6,
                 lambda: f"acme/{word()}",
                 lambda: f"globex/{word()}:{word()}",
                 lambda: f"{word()}/{word()}:{word()}",
@@ -167,9 +176,8 @@ class Hostile:
     def _key(self) -> str:
         return self._random.choice(
             (
-                lambda: f"Bearer {ADMIN}",
-                lambda: f"Bearer {ACME.key}",
-                lambda: f"Bearer {ACME.key}",
+                *[lambda: f"Bearer {ADMIN}"] * 8,
+                *[lambda: f"Bearer {ACME.key}"] * 8,
                 lambda: f"Bearer {GLOBEX.key}",
                 lambda: f"Bearer mural_{self._word()}_{self._word()}",
                 lambda: f"bearer  {ADMIN}  ",
@@ -179,8 +187,10 @@ class Hostile:
             )
         )()
 
-    def _fields(self) -> list[str]:
+    def _fields(self, key: str | None) -> list[str]:
         word, chance = self._word, self._random.random
+        if key is not None:
+            return ["host: a", f"authorization: Bearer {key}", f"x-request-id: {word(200)}"]
         fields = ["host: a", f"authorization: {self._key()}"]
         if chance() < 0.5:
             fields.append(f"x-request-id: {word(200)}")
@@ -197,14 +207,14 @@ class Hostile:
             fields.append(f"authorization: Bearer {word()}")
         return fields
 
-    def _head(self, method: str, path: str, *fields: str) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", *self._fields(), *fields]
+    def _head(self, method: str, path: str, *fields: str, key: str | None = None) -> bytes:
+        lines = [f"{method} {path} HTTP/1.1", *self._fields(key), *fields]
         return ("\r\n".join(lines) + "\r\n\r\n").encode("utf-8", "surrogatepass")
 
-    def _post(self, body: bytes, path: str | None = None) -> bytes:
-        path = path or self._random.choice(POST)
-        content = "content-type: application/json"
-        return self._head("POST", path, content, f"content-length: {len(body)}") + body
+    def _post(self, body: bytes, *, key: str | None = None) -> bytes:
+        path = self._random.choice(POST)
+        fields = ("content-type: application/json", f"content-length: {len(body)}")
+        return self._head("POST", path, *fields, key=key) + body
 
     def _content(self) -> dict[str, object]:
         word, chance = self._word, self._random.random
@@ -318,10 +328,11 @@ class Clients:
     odd: list[bytes] = field(default_factory=list)
     """Requests that were answered 500."""
 
-    async def send(self, requests: int, seed: int) -> None:
+    async def send(self, requests: int, seed: int, *, filling: bool = False) -> None:
         async with asyncio.TaskGroup() as tasks:
             for at in range(WORKERS):
-                tasks.create_task(self._work(requests // WORKERS, Hostile(seed * 1_000 + at)))
+                hostile = Hostile(seed * 1_000 + at, filling=filling)
+                tasks.create_task(self._work(requests // WORKERS, hostile))
 
     async def _work(self, requests: int, hostile: Hostile) -> None:
         connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -454,7 +465,7 @@ async def test_hostile_requests_leave_no_memory_no_series_and_no_500_behind(
     router: Running, tmp_path: Path
 ) -> None:
     load = Clients(router.port)
-    await load.send(REQUESTS // 3, seed=1)
+    await load.send(REQUESTS // 3, seed=1, filling=True)
     warm, warm_series, warm_files = (
         router.resident_bytes(),
         await router.at_rest(),
@@ -467,7 +478,7 @@ async def test_hostile_requests_leave_no_memory_no_series_and_no_500_behind(
     grown = router.resident_bytes() - warm
     assert load.sent >= REQUESTS - 3 * WORKERS
     assert not load.odd, load.odd[:3]
-    assert load.statuses[200] > REQUESTS / 20, "some of it is good enough to reach a replica"
+    assert load.statuses[200] > REQUESTS / 4, "many are good enough to reach a replica"
     assert {401, 403, 404, 400} <= load.statuses.keys()
     assert not series.get('mural_router_requests_total{status="500"}')
     assert grown <= GROWN_BYTES, f"{grown} bytes after {2 * REQUESTS // 3} requests"
