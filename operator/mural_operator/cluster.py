@@ -129,6 +129,7 @@ class Cluster:
         self._members: dict[str, tuple[KubePod, ...]] = {}
         self._at_door: dict[tuple[str, int, int], KubePod] = {}
         """The youngest pod of any pool at an address and its ports."""
+        self._seen_pods: dict[str, KubePod] = {}
         self._told: list[Wakes] = []
         self._synced = asyncio.Event()
 
@@ -243,7 +244,7 @@ class Cluster:
                 group.create_task(aliases.run(self._changed(lambda _: self._wake_aliases())))
             group.create_task(self._pools.run(self._changed(self._pool)))
             group.create_task(self._tenants.run(self._changed(self._tenant)))
-            group.create_task(self._pods.run(self._changed(lambda _: self._assign())))
+            group.create_task(self._pods.run(self._changed(self._pod)))
 
     @property
     def is_synced(self) -> bool:
@@ -354,6 +355,20 @@ class Cluster:
         if self.owners != before:
             self._wake_pool("")
         self._wake_aliases()
+
+    def _pod(self, key: str | None) -> None:
+        """Most of what changes in a namespace is none of ours, or nothing that is of use here."""
+        if key is not None:
+            before, now = self._seen_pods.pop(key, None), self._pods.objects.get(key)
+            if now is not None:
+                self._seen_pods[key] = now
+            pools = self.pools.values()
+            ours = any(_selects(pool, pod) for pod in (before, now) if pod for pool in pools)
+            if before == now or not ours:
+                return
+        else:
+            self._seen_pods = dict(self._pods.objects)
+        self._assign()
 
     def _assign(self) -> None:
         """Give each pod to the oldest pool that selects it: two would undo each other's work."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from mural_operator.credentials import CredentialsMissing
@@ -46,6 +46,8 @@ long must not keep a lost adapter from coming back."""
 SLOW_S: Final = 10.0
 """An action that takes longer waits for its pod, and is not counted in `PARALLEL` any more: a few
 pods that hang must not keep the others waiting."""
+SHOWS_S: Final = 10.0
+"""So long after a load a pod's state may still be the one before it."""
 NOT_SHOWN: Final = 3
 """So often may a pod say that it has loaded what its state does not show."""
 CONFLICT_S: Final = 0.5
@@ -121,6 +123,10 @@ class _Pool:
     waits: dict[_Key, _Wait] = field(default_factory=dict)
     running: dict[_Key, _Running] = field(default_factory=dict)
     in_lane: Counter[_Lane] = field(default_factory=Counter)
+    brought: dict[_Key, float] = field(default_factory=dict)
+    """What is being loaded, or may have been and does not show yet: until when. It stays declared
+    even if nothing wants it any more. Else what ends up there would not be known as ours, and
+    would stay for ever."""
 
 
 class Executor:
@@ -165,6 +171,7 @@ class Executor:
         self._end_what_is_overtaken(pool)
         pool.queues = {}
         now = asyncio.get_running_loop().time()
+        pool.brought = {key: until for key, until in pool.brought.items() if until > now}
         for key, action in pool.planned.items():
             wait = pool.waits.get(key)
             if key not in pool.running and (wait is None or wait.until <= now):
@@ -232,6 +239,8 @@ class Executor:
         task = asyncio.create_task(doing, name=f"{type(action).__name__} {key.what} {key.pod}")
         running = _Running(action, lane, task, follower)
         pool.running[key] = running
+        if isinstance(action, Load):
+            pool.brought[key] = float("inf")
         pool.in_lane[lane] += 1
         self._counted += 1
         slow = asyncio.get_running_loop().call_later(SLOW_S, self._is_slow, running)
@@ -242,6 +251,7 @@ class Executor:
             del pool.running[key]
             pool.in_lane -= Counter([lane])
             self._uncount(running)
+            _note_brought(pool, key, action, None if task.cancelled() else task.result())
             if task.cancelled():
                 pool.hands.overtaken()
             else:
@@ -268,7 +278,12 @@ class Executor:
         began = now()
         error: Failure | None = None
         try:
-            await self._perform(action, follower)
+            if isinstance(action, Declare):
+                coming = {each.what for each in pool.brought if each.pod == action.pod}
+                action_now = replace(action, names=tuple(sorted({*action.names, *coming})))
+                await self._perform(action_now, follower)
+            else:
+                await self._perform(action, follower)
         except (ControlError, KubeError, CredentialsMissing) as refused:
             error = refused
         except Exception as fault:
@@ -342,6 +357,19 @@ class Executor:
             self._troubles.over(FINALIZERS, key.what)
         elif error.status != 409:
             self._troubles.note(log, FINALIZERS, key.what, error)
+
+
+def _note_brought(pool: _Pool, key: _Key, action: Action, outcome: Outcome | None) -> None:
+    """What may be there after an action has ended; None: it was given up."""
+    error = None if outcome is None else outcome.error
+    if isinstance(action, Load):
+        refused = isinstance(error, ControlError) and 400 <= error.status < 500
+        if refused or isinstance(error, CredentialsMissing):
+            del pool.brought[key]
+        else:
+            pool.brought[key] = asyncio.get_running_loop().time() + SHOWS_S
+    elif isinstance(action, Unload) and outcome is not None and error is None:
+        pool.brought.pop(key, None)
 
 
 def _note(refusals: Refusals, uid: str, name: str, error: Failure | None, tries: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -263,12 +263,22 @@ class InMemory(Operated):
 
 
 def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorter pauses, and a Lease that lapses in a second."""
+    """Shorter pauses. An operator that would end its process fails its test alone."""
     monkeypatch.setattr("mural_operator.worker.PAUSE_S", 0.01)
     monkeypatch.setattr("mural_operator.worker.SHARE", 0.5)
     monkeypatch.setattr("mural_operator.pool_worker.TELL_S", 0.02)
     monkeypatch.setattr("mural_operator.statuses.SPACING_S", 0.02)
-    quick = ElectionTiming(duration_s=1, renew_s=0.1, act_s=0.5, stop_s=0.3)
+    monkeypatch.setattr("mural_operator.executor.SHOWS_S", 0.5)
+
+    def end(status: int) -> NoReturn:
+        raise AssertionError(f"the process would have ended with {status}")
+
+    monkeypatch.setattr("mural_operator.operating.os._exit", end)
+
+
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that lapses in two seconds."""
+    quick = ElectionTiming(duration_s=2, renew_s=0.2, act_s=1.2, stop_s=0.6)
     monkeypatch.setattr("mural_operator.election.ElectionTiming", lambda: quick)
 
 

@@ -332,3 +332,40 @@ def test_a_finalizer_that_is_refused_for_a_minute_is_asked_for_less_and_less(ref
         await bench.close()
 
     in_virtual_time(refused())
+
+
+async def test_what_is_being_loaded_stays_declared_though_nothing_wants_it_any_more(
+    bench, start_simulated
+):
+    # Else it would be resident there, known as nobody's, for ever.
+    server = await start_simulated(knobs=Knobs(load_delay_s=0.2))
+    bench.follow(server)
+    name = "acme/default:v1"
+    bench.submit(Declare("pod-0", (name,)))
+    await bench.ended(1)
+    bench.submit(load(name))
+    # Its object goes. What the pod says is that it has nothing.
+    bench.submit(Declare("pod-0", ()))
+    await bench.until(lambda: any(isinstance(each.action, Load) for each in bench.outcomes))
+    bench.submit(Declare("pod-0", ()))
+    await bench.ended(3)
+    assert set(server.resident) == {"acme:v1"}
+    assert server.declared == ("acme:v1",)
+    # That is seen, and taken away.
+    bench.submit(Unload("pod-0", name))
+    await bench.ended(4)
+    bench.submit(Declare("pod-0", ()))
+    await bench.ended(5)
+    assert server.resident == {}
+    assert server.declared == ()
+
+
+async def test_what_could_not_be_loaded_is_not_declared_any_longer(bench, start_simulated):
+    server = await start_simulated(knobs=Knobs(refusals={"acme:v1": Refusal(404)}))
+    bench.follow(server)
+    name = "acme/default:v1"
+    bench.submit(load(name))
+    await bench.ended(1)
+    bench.submit(Declare("pod-0", ()))
+    await bench.ended(2)
+    assert server.declared == ()

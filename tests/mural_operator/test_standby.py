@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from memory_cluster import InMemory, hurry, in_memory, paths
+from memory_cluster import InMemory, hurry, in_memory, paths, short_lease
 
 from mural_server.protocol import Load
 
@@ -17,6 +17,7 @@ WRITES = {"create", "update", "patch", "delete"}
 @pytest.fixture
 async def kube(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InMemory]:
     hurry(monkeypatch)
+    short_lease(monkeypatch)
     async with in_memory() as found:
         yield found
 

@@ -22,8 +22,8 @@ async def kube(monkeypatch: pytest.MonkeyPatch, caplog) -> AsyncIterator[InMemor
     hurry(monkeypatch)
     monkeypatch.setattr("mural_resolvers.kubernetes.watch.RETRY_FIRST_S", 0.01)
     monkeypatch.setattr("mural_resolvers.kubernetes.watch.RETRY_MOST_S", 0.05)
-    for name in ("RETRY_S", "RETRY_FIRST_S", "RETRY_MOST_S"):
-        monkeypatch.setattr(f"mural_operator.statuses.{name}", 0.05, raising=False)
+    for name in ("RETRY_FIRST_S", "RETRY_MOST_S"):
+        monkeypatch.setattr(f"mural_operator.statuses.{name}", 0.05)
     monkeypatch.setattr("mural_operator.tenants_worker.RETRY_S", 0.05)
     monkeypatch.setattr("mural_operator.executor.delay_s", lambda *_: 0.05)
     caplog.set_level(logging.INFO)
@@ -51,10 +51,8 @@ def warnings(caplog) -> list[str]:
     ("verb", "what", "said"),
     [
         ("list", "pods", "pods cannot be watched"),
-        ("watch", "pods", "pods cannot be watched"),
         ("watch", "adapters", "adapters of mural cannot be watched"),
         ("get", "leases", "the Lease mural/mural-operator cannot be reached"),
-        ("create", "leases", "the Lease mural/mural-operator cannot be reached"),
         ("patch", "adapters", "the finalizer of the adapters, without which none is loaded,"),
         ("patch", "tenants", "the status of the tenants cannot be written"),
         ("create", "secrets", "the Secret mural-router-keys, by which routers know keys,"),
