@@ -126,6 +126,9 @@ class Cluster:
         """By key; so the adapters."""
         self.outdated_adapters: dict[str, Outdated] = {}
         self._by_pool = _ByPool()
+        self.complete = True
+        """Whether all that is declared is known. Else what no adapter wants may be wanted by one
+        that cannot be read, or by those of a pool that cannot."""
         self._members: dict[str, tuple[KubePod, ...]] = {}
         self._at_door: dict[tuple[str, int, int], KubePod] = {}
         """The youngest pod of any pool at an address and its ports."""
@@ -170,17 +173,6 @@ class Cluster:
     def unreadable_adapters(self) -> tuple[UnreadableAdapter, ...]:
         """Those."""
         return self._by_pool.unreadable
-
-    @property
-    def complete(self) -> bool:
-        """Whether all that is declared is known. Else what no adapter wants may be wanted by one
-        that cannot be read, or by those of a pool that cannot."""
-        return (
-            len(self.pools) == len(self._pools.objects)
-            and not self._by_pool.unreadable
-            and not self._pools.invalid
-            and not any(watch.invalid for watch in self._adapters)
-        )
 
     @property
     def aliases(self) -> tuple[AdapterAlias, ...]:
@@ -275,16 +267,13 @@ class Cluster:
         self, watch: Watch[Adapter | UnreadableAdapter]
     ) -> Callable[[str | None], None]:
         def look(key: str | None) -> None:
-            was_complete = self.complete
             if key is None:
                 self._take_adapters()
                 self._wake_pool("")
             else:
                 for pool in self._put_adapter(key, watch):
                     self._wake_pool(pool)
-            if self.complete != was_complete:
-                # While one cannot be read nothing is unloaded anywhere for want of an object.
-                self._wake_pool("")
+            self._judge_completeness()
             self._wake_aliases()
 
         return look
@@ -328,8 +317,21 @@ class Cluster:
             if isinstance(found, Unreadable) and last is not None:
                 self.outdated_pools[name] = Outdated(last.metadata.generation, found.message)
         self._assign()
-        # It may be new, or gone; and while it cannot be read nothing is complete for the others.
-        self._wake_pool("")
+        # The pool itself may be new, or gone.
+        self._wake_pool("" if key is None else key.partition("/")[2])
+        self._judge_completeness()
+
+    def _judge_completeness(self) -> None:
+        complete = (
+            len(self.pools) == len(self._pools.objects)
+            and not self._by_pool.unreadable
+            and not self._pools.invalid
+            and not any(watch.invalid for watch in self._adapters)
+        )
+        if complete != self.complete:
+            self.complete = complete
+            # It is so for every pool.
+            self._wake_pool("")
 
     def _tenant(self, key: str | None) -> None:
         self._last_tenants.keep(self._tenants.objects.keys() | self._tenants.invalid.keys())

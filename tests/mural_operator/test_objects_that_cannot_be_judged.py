@@ -65,6 +65,18 @@ async def test_a_spoilt_adapter_stays_says_so_and_heals_until_the_operator_start
     assert "Malformed" in {each["reason"] for each in events}
 
 
+async def test_a_spoilt_adapter_is_unloaded_when_it_is_deleted(kube):
+    [server] = await kube.pods(1)
+    await kube.adapter("v1")
+    async with kube.operator():
+        await kube.ready("v1")
+        edit(kube, ADAPTERS, "v1", {"placement": {"replicas": "Some"}})
+        await kube.adapters.until(reason("v1", "Malformed"))
+        await kube.delete("Adapter", "v1")
+        await kube.adapters.until(lambda found: "v1" not in found)
+        await server.until(lambda it: not it.resident)
+
+
 async def test_an_adapter_that_never_could_be_read_goes_when_it_is_deleted(kube):
     await kube.pods(1)
     await kube.adapter("v1", pool=7)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mural_operator.conditions import Condition
+from mural_operator.conditions import Condition, said
 from mural_operator.election import Election
 from mural_operator.events import EventRecorder
 from mural_operator.metrics import Metrics
 from mural_operator.status_writer import StatusWriter
-from mural_operator.verdict import AdapterVerdict, ReplicaEntry
+from mural_operator.unreadable import UnreadableAdapter
+from mural_operator.verdict import MAX_REPLICAS, AdapterVerdict, ReplicaEntry, of_unreadable
 from mural_resolvers.kubernetes.client import JsonObject, KubeClient, KubeError
 from mural_resolvers.kubernetes.config import cluster_config
 from mural_resolvers.kubernetes.objects import Adapter, read_adapter
@@ -174,15 +176,15 @@ async def test_a_status_is_taken_as_it_is_written_and_not_written_again(
     cluster: Any, client: KubeClient, metrics: Metrics, adapter: Adapter
 ) -> None:
     writer = StatusWriter(client, metrics=metrics)
-    await writer.write_adapter(adapter, found(1, "False"))
-    await writer.write_adapter(adapter, found(2, "True"))
+    await writer.write_adapter(adapter.metadata, found(1, "False"))
+    await writer.write_adapter(adapter.metadata, found(2, "True"))
     (_, row) = (await cluster.kubectl("get", "adapters")).splitlines()
     assert row.split()[:5] == ["acme-v1", "acme", "v1", "2/2", "16"]
     await cluster.kubectl("wait", "--for=condition=Ready", "--timeout=60s", "adapter/acme-v1")
     patches = client.calls["patch"]
     # Nothing that the API server dropped or added makes it look another.
     for by in (writer, StatusWriter(client, metrics=metrics)):
-        await by.write_adapter(await seen(client, cluster.namespace), found(2, "True"))
+        await by.write_adapter((await seen(client, cluster.namespace)).metadata, found(2, "True"))
     assert client.calls["patch"] == patches
 
 
@@ -190,13 +192,48 @@ async def test_a_status_goes_over_a_change_that_came_between(
     cluster: Any, client: KubeClient, metrics: Metrics, adapter: Adapter
 ) -> None:
     writer = StatusWriter(client, metrics=metrics)
-    await writer.write_adapter(adapter, found(1, "False"))
+    await writer.write_adapter(adapter.metadata, found(1, "False"))
     adapter = await seen(client, cluster.namespace)
     await cluster.kubectl("label", "adapter", "acme-v1", "team=blue")
-    await writer.write_adapter(adapter, found(2, "True"))
+    await writer.write_adapter(adapter.metadata, found(2, "True"))
     fields = await cluster.get("adapter", "acme-v1")
     assert fields["metadata"]["labels"] == {"team": "blue"}
     assert fields["status"]["ready"] == "2/2"
+
+
+async def test_what_an_object_that_cannot_be_read_is_told_is_shown_by_kubectl(
+    cluster: Any, client: KubeClient, metrics: Metrics, adapter: Adapter
+) -> None:
+    message = "Expected `int`, got `str` - at `$.spec.placement.replicas`."
+    unread = UnreadableAdapter(adapter.metadata, message, "smol", adapter.status)
+    await StatusWriter(client, metrics=metrics).write_adapter(
+        adapter.metadata, of_unreadable(unread)
+    )
+    (_, row) = (await cluster.kubectl("get", "adapters")).splitlines()
+    assert row.split()[3] == "?"
+    assert row.split()[-1] == "Malformed"
+    shown = await cluster.kubectl("describe", "adapter", "acme-v1")
+    assert message in shown
+    assert "Accepted" in shown
+
+
+async def test_the_largest_status_is_taken(
+    cluster: Any, client: KubeClient, metrics: Metrics, adapter: Adapter
+) -> None:
+    """Of a pool of a thousand pods with the longest names, each with the longest of errors."""
+    error = said("𝕏" * 9000)
+    replicas = tuple(
+        ReplicaEntry(f"{at:04}-{'p' * 248}", "host", True, "d" * 64, error)
+        for at in range(MAX_REPLICAS)
+    )
+    writer = StatusWriter(client, metrics=metrics)
+    for ready in (1, 2):
+        await writer.write_adapter(
+            (await seen(client, cluster.namespace)).metadata,
+            replace(found(ready, "False"), replicas=replicas),
+        )
+    status = (await cluster.get("adapter", "acme-v1"))["status"]
+    assert (len(status["replicas"]), status["ready"]) == (MAX_REPLICAS, "2/2")
 
 
 async def test_events_are_shown_by_kubectl_describe(

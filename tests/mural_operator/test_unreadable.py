@@ -157,15 +157,21 @@ class Watched(Wakes):
         self.api = Api()
         self.cluster = Cluster(self.api, "mural", None)
         self.cluster.tell(self)
+        self.all_told = 0
+        """How often all pools were told."""
         self._told = asyncio.Event()
 
     def pools(self) -> None:
+        self.all_told += 1
         self._told.set()
 
     def pool(self, name: str) -> None:
         self._told.set()
 
-    tenants = aliases = pools
+    def tenants(self) -> None:
+        self._told.set()
+
+    aliases = tenants
 
     async def until(self, holds: Callable[[Cluster], object]) -> Cluster:
         async with asyncio.timeout(20):
@@ -236,8 +242,10 @@ async def test_while_an_adapter_never_could_be_read_no_pool_is_completely_known(
         watched.api.send("adapters", "ADDED", odd)
         cluster = await watched.until(lambda it: not it.complete)
         assert len(cluster.adapters_of("pool")) == 2
+        watched.all_told = 0
         watched.api.send("adapters", "DELETED", odd)
         await watched.until(lambda it: it.complete)
+        assert watched.all_told
 
 
 async def test_a_pool_stands_as_it_could_last_be_read(watched):
@@ -265,6 +273,10 @@ async def test_a_pool_that_never_could_be_read_is_none_that_does_not_exist(watch
     assert cluster.pool("missing") is None
     assert cluster.pool_names == {"pool", "odd"}
     assert set(cluster.pools) == {"pool"}
+    watched.all_told = 0
+    watched.api.send("servingpools", "DELETED", odd)
+    await watched.until(lambda it: it.complete)
+    assert watched.all_told
 
 
 async def test_a_tenant_stands_as_it_could_last_be_read(watched):
