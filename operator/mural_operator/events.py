@@ -19,6 +19,7 @@ from typing import Final, Literal, Protocol
 from mural_operator.metrics import Metrics
 from mural_resolvers.backoff import Backoff
 from mural_resolvers.kubernetes.client import JsonObject, KubeError
+from mural_resolvers.kubernetes.complaint import Complaint
 from mural_resolvers.kubernetes.objects import GROUP, VERSION, ObjectMeta
 from mural_resolvers.kubernetes.paths import EVENTS
 
@@ -107,7 +108,9 @@ class EventRecorder:
         self._now = now
         self._records: OrderedDict[_Said, _Record] = OrderedDict()
         self._queue: asyncio.Queue[_Said] = asyncio.Queue()
-        self._refused = ""
+        self._complaint = Complaint(
+            log, "events cannot be recorded", mended="events are recorded again"
+        )
 
     def note(
         self, regarding: Regarded, kind: str, type: EventType, reason: str, message: str
@@ -163,18 +166,16 @@ class EventRecorder:
             try:
                 await self._write(said, record)
             except KubeError as error:
-                problem = str(error)
+                problem = error
                 if error.status not in AGAIN:
                     break
                 await asyncio.sleep(max(backoff.next_s(), min(error.retry_after_s or 0.0, 10.0)))
             else:
-                self._refused = ""
+                self._complaint.over()
                 self._metrics.recorded(said.type)
                 return
         self._metrics.events_dropped += 1
-        if problem != self._refused:
-            self._refused = problem
-            log.warning("events cannot be recorded: %s", problem)
+        self._complaint.note(problem)
 
     async def _write(self, said: _Said, record: _Record) -> None:
         count = record.count

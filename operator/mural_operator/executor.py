@@ -189,7 +189,7 @@ class Executor:
     def _forget_troubles(self, keys: Iterable[_Key]) -> None:
         for key in keys:
             if not key.pod:
-                self._troubles.over(FINALIZERS, key.what)
+                self._troubles.forget(FINALIZERS, key.what)
 
     @property
     def busy(self) -> int:

@@ -77,7 +77,7 @@ class Statuses:
     def forget(self, key: str) -> None:
         """The object is gone, or someone else's."""
         self._told.pop(key, None)
-        self._said.over(_kind(key), key)
+        self._said.forget(_kind(key), key)
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -155,4 +155,5 @@ def _retry_s(refusals: int) -> float:
 
 
 def _kind(key: str) -> str:
-    return f"the status of the {key.partition(' ')[0]}s"
+    """Keys begin with the kind: "adapter mural/a"."""
+    return f"the status of objects of the kind {key.partition(' ')[0]}"

@@ -37,7 +37,7 @@ class Troubles:
         complaint.note(error)
 
     def over(self, what: str, key: str) -> None:
-        """It has worked for this one, or need not any more."""
+        """It has worked for this one."""
         failing = self._failing.get(what)
         if failing is None:
             return
@@ -45,6 +45,13 @@ class Troubles:
         if not failing:
             del self._failing[what]
             self._complaints[what].over()
+
+    def forget(self, what: str, key: str) -> None:
+        """Nobody asks any more whether it works for this one."""
+        failing = self._failing.get(what, set())
+        failing.discard(key)
+        if what in self._failing and not failing:
+            del self._failing[what], self._complaints[what]
 
     def clear(self) -> None:
         """Nobody works: nothing fails."""

@@ -209,6 +209,24 @@ async def test_accounts_may_do_what_their_components_need_and_nothing_beside_it(
 # -- a release's life -----------------------------------------------------------------------------
 
 
+async def test_a_second_release_in_a_namespace_brings_no_second_operator(
+    cluster: Any, helm_there: Helm
+) -> None:
+    await helm_there("install", "mural", str(CHART))
+    beside = {"pool": {"name": "other"}}
+    refused = ("install", "two", str(CHART), "--namespace", cluster.namespace, "--values", "-")
+    status, _, errors = await cluster.run("helm", *refused, told=json.dumps(beside).encode())
+    assert status != 0
+    assert "the release mural has an operator" in errors
+    assert "router.keysSecret: mural-router-keys" in errors
+    follows = {"operator": {"enabled": False}, "router": {"keysSecret": "mural-router-keys"}}
+    await helm_there("install", "two", str(CHART), values=beside | follows)
+    # Nor is the first one kept from its next revision.
+    await helm_there("upgrade", "mural", str(CHART))
+    names = [each["metadata"]["name"] for each in (await cluster.get("lease"))["items"]]
+    assert names == ["mural-operator"]
+
+
 async def test_an_upgrade_keeps_tokens_objects_and_what_the_operator_wrote(
     cluster: Any, helm_there: Helm
 ) -> None:

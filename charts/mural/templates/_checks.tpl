@@ -71,6 +71,16 @@
 {{- if and $v.operator.enabled $v.router.keysSecret -}}
 {{- fail "router.keysSecret is set, but this release has an operator of its own, which writes its own Secret: leave router.keysSecret empty, or set operator.enabled: false." -}}
 {{- end -}}
+{{- if $v.operator.enabled -}}
+{{- range (lookup "apps/v1" "Deployment" .Release.Namespace "").items -}}
+{{- $labels := default dict .metadata.labels -}}
+{{- $other := index $labels "app.kubernetes.io/instance" -}}
+{{- if and (eq (default "" (index $labels "app.kubernetes.io/part-of")) "mural") (eq (default "" (index $labels "app.kubernetes.io/component")) "operator") (ne $other $.Release.Name) -}}
+{{- $keys := printf "%s-router-keys" (trimSuffix "-operator" .metadata.name) -}}
+{{- fail (printf "the release %s has an operator in the namespace %s already, and two would undo each other's work: set operator.enabled: false, router.keysSecret: %s and another pool.name, or install into another namespace." $other $.Release.Namespace $keys) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- range $component := list "server" "router" "operator" -}}
 {{- $account := (index $v $component).serviceAccount -}}
 {{- if and (not $account.create) (not $account.name) -}}

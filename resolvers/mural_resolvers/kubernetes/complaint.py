@@ -12,6 +12,8 @@ __all__ = ["Complaint", "remedy"]
 
 REPEAT_S: Final = 300.0
 """So often it is said again while it lasts: the end of a log is what people see of it."""
+FLAP_S: Final = 10.0
+"""What works and does not in turn is said this often."""
 
 
 class Complaint:
@@ -28,23 +30,26 @@ class Complaint:
         self._broken = broken
         self._mended = mended
         self._said: dict[int, float] = {}
+        self._is_open = False
+        """Whether somebody who reads the log waits for its end."""
 
     def note(self, error: KubeError) -> bool:
         """It does not work. Whether it did before."""
         began = not self.trouble
         self.trouble, self.status = f"{self._broken}: {error}", error.status
         now = time.monotonic()
-        if now - self._said.get(error.status, float("-inf")) >= REPEAT_S:
-            self._said[error.status] = now
+        rest_s = REPEAT_S if self._is_open else FLAP_S
+        if now - self._said.get(error.status, float("-inf")) >= rest_s:
+            self._said[error.status], self._is_open = now, True
             self._log.warning("%s%s", self.trouble.rstrip("."), remedy(error))
         return began
 
     def over(self) -> None:
         """It works."""
-        if self.trouble:
+        self.trouble = ""
+        if self._is_open:
             self._log.info("%s", self._mended)
-            self.trouble = ""
-            self._said.clear()
+            self._is_open = False
 
 
 def remedy(error: KubeError) -> str:
