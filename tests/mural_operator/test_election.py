@@ -429,6 +429,39 @@ def test_a_lease_that_claims_to_hold_for_ever_is_not_believed_for_ever() -> None
     in_virtual_time(main())
 
 
+def test_who_is_not_able_looks_now_and_then_and_leaves_the_lease_to_others() -> None:
+    async def main() -> None:
+        api = Api()
+        asked = 0
+        able = False
+
+        class Counted(Line):
+            async def get(self, path: str) -> bytes:
+                nonlocal asked
+                asked += 1
+                return await super().get(path)
+
+        one = Election(
+            Counted(api), name="mural", namespace="prod", identity="me", able=lambda: able
+        )
+        run = asyncio.create_task(one.run())
+        await asyncio.sleep(20)
+        assert api.lease is None
+        spec = {"holderIdentity": "ghost", "leaseDurationSeconds": 1}
+        api.create({"metadata": {"name": "mural"}, "spec": spec})
+        await asyncio.sleep(20)
+        assert api.holder == "ghost"
+        assert not one.leading
+        assert asked <= 45
+        able = True
+        await asyncio.sleep(2)
+        assert api.holder == "me"
+        run.cancel()
+        await asyncio.wait({run})
+
+    in_virtual_time(main())
+
+
 def test_what_the_work_raises_is_raised_by_lead() -> None:
     async def main() -> None:
         election = Election(Line(Api()), name="mural", namespace="prod", identity="me")
