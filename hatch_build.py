@@ -1,4 +1,7 @@
-"""Builds the native operators into wheels and editable installs; see server/native/build.py."""
+"""Builds what is native into wheels and editable installs.
+
+See server/native/build.py and router/native/build.py.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,21 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
+ROOMS = ("server", "router")
 
-class NativeOperatorsHook(BuildHookInterface):
-    """A wheel with the library is bound to a platform, though to no Python; one without is not."""
+
+class NativeHook(BuildHookInterface):
+    """A wheel with a library is bound to a platform, though to no Python; one without is not."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        library = _load_build(Path(self.root) / "server" / "native" / "build.py").build()
-        if library is None:
+        found = [
+            _load_build(Path(self.root) / room / "native" / "build.py").build() for room in ROOMS
+        ]
+        libraries = [library for library in found if library is not None]
+        if not libraries:
             return
-        build_data["artifacts"].append(library.relative_to(self.root).as_posix())
+        for library in libraries:
+            build_data["artifacts"].append(library.relative_to(self.root).as_posix())
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"

@@ -11,6 +11,7 @@ COPY resolvers/mural_resolvers resolvers/mural_resolvers
 COPY server/mural_server server/mural_server
 COPY server/native server/native
 COPY router/mural_router router/mural_router
+COPY router/native router/native
 COPY operator/mural_operator operator/mural_operator
 RUN python3 -m pip install '.[vllm]'
 RUN useradd --uid 65532 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin mural

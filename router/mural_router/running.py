@@ -36,8 +36,9 @@ from mural_router.routing.breaker import Breakers
 from mural_router.routing.dispatch import Attempt, Dispatch, undeclared
 from mural_router.routing.identity import Authenticator
 from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.options import RoutingOptions
 from mural_router.routing.retry import RetryBudget
-from mural_router.routing.router import FleetRouting, RoutingOptions
+from mural_router.routing.router import FleetRouting
 from mural_router.routing.versions import StoreVersions, Versions
 from mural_router.settings import KUBERNETES, RouterSettings, Secrets
 from mural_router.tokens import ReplicaTokens

@@ -87,7 +87,8 @@ def test_the_wheel_has_all_that_its_build_asks_for(path: str) -> None:
     pyproject = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     packages = re.findall(r'^  "(\w+/mural_\w+)",$', pyproject, re.MULTILINE)
     assert len(packages) == 4
-    needed = {*packages, "server/native", "pyproject.toml", "hatch_build.py", "README.md"}
+    files = {"pyproject.toml", "hatch_build.py", "README.md"}
+    needed = {*packages, "server/native", "router/native", *files}
     assert needed <= set(copied(path))
 
 

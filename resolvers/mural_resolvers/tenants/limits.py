@@ -42,13 +42,16 @@ class MinuteWindow:
         if now >= self._leaves_at:
             self._forget(now)
         second = math.floor(now)
-        if self._cells and self._newest > second:
-            second = self._newest
-        self._newest = second
-        if not self._cells:
-            self._leaves_at = float(second + WINDOW_S + 1)
-        self._cells[second] = self._cells.get(second, 0) + amount
+        cells = self._cells
         self._total += amount
+        if self._newest >= second and cells:
+            second = self._newest
+            cells[second] += amount
+            return second
+        self._newest = second
+        if not cells:
+            self._leaves_at = float(second + WINDOW_S + 1)
+        cells[second] = amount
         return second
 
     def take_back(self, amount: int, second: int, now: float) -> bool:
@@ -78,7 +81,12 @@ class MinuteWindow:
 
         An amount above the limit waits until the sum is 0.
         """
-        left, bound = self.total(now), max(0, limit - amount)
+        if now >= self._leaves_at:
+            self._forget(now)
+        left, bound = self._total, limit - amount
+        if left <= bound:
+            return 0.0
+        bound = max(0, bound)
         if left <= bound:
             return 0.0
         for second, counted in self._cells.items():

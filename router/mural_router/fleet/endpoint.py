@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Endpoint", "Engine"]
+__all__ = ["Address", "Endpoint", "Engine"]
 
 Engine = Literal["mural", "vllm"]
+Address = tuple[str, int, bool]
+"""Host, port, TLS: what two connections have to share to be alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +28,11 @@ class Endpoint:
     weight: float = 1.0
     ready: bool = True
     """By what discovery knows (a pod's conditions); the replica's own word comes on top."""
+
+    @property
+    def address(self) -> Address:
+        """Of the OpenAI API."""
+        return self.host, self.port, self.tls
 
     @property
     def authority(self) -> str:

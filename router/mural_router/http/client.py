@@ -104,6 +104,8 @@ class ClientConnection(Watched):
             if self._lingered > _LINGER_BYTES:
                 self.transport.abort()
             return
+        if self._state is _State.HEAD and not self._data and self._is_express(data):
+            return
         self._data = self._data + data if self._data else data
         if not self._advancing:
             self._advance()
@@ -131,6 +133,31 @@ class ClientConnection(Watched):
             self.abort()
         else:
             self._refuse(RequestTimeout("The request took too long to come."))
+
+    def _is_express(self, data: bytes) -> bool:
+        """Whether it is a whole request that is carried without being read here."""
+        server, size = self._server, len(data)
+        if (
+            server.express is None
+            or server.draining
+            or self._unread_answers
+            or server.buffered_bytes + size > self._settings.max_buffered_bytes
+        ):
+            return False
+        exchange = server.express(self, data)
+        if exchange is None:
+            return False
+        self._exchange = exchange
+        self._state = _State.BUSY
+        self.deadline = NEVER
+        self._decoder, self._missing = None, 0
+        self._buffered = size
+        server.buffered_bytes += size
+        server.requests_total += 1
+        server.begun()
+        exchange.handled = True
+        exchange.begin()
+        return True
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -318,7 +345,8 @@ class ClientConnection(Watched):
     def answered(self) -> None:
         """The exchange is complete."""
         self._leave(gone=False)
-        self._release()
+        if self._buffered:
+            self._release()
         if not self.keep or self.body_is_unread:
             self._linger()
             return
@@ -376,7 +404,8 @@ class ClientConnection(Watched):
         exchange, self._exchange = self._exchange, None
         if exchange is None:
             return None
-        exchange.detach()
+        if gone:
+            exchange.detach()
         if exchange.handled:
             self._server.ended()
         # They hold one another: their bodies would stay until the collector comes by.

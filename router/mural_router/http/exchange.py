@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -13,7 +14,17 @@ from mural_router.http.head import RequestHead
 if TYPE_CHECKING:
     from mural_router.http.client import ClientConnection
 
-__all__ = ["Application", "BodySink", "Exchange", "Plan", "Reader", "status_line", "whole_answer"]
+__all__ = [
+    "Application",
+    "BodySink",
+    "Exchange",
+    "Express",
+    "Plan",
+    "Reader",
+    "WholeExchange",
+    "status_line",
+    "whole_answer",
+]
 
 _STATUS_LINES: Final = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}".encode() for status in HTTPStatus
@@ -173,3 +184,17 @@ class Exchange:
     def detach(self) -> None:
         """The connection's own word that it is gone."""
         self._connection = None
+
+
+class WholeExchange(Exchange):
+    """Of a request that was taken whole, unread by its connection, which sets it going."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Once the connection knows of it."""
+
+
+Express = Callable[["ClientConnection", bytes], WholeExchange | None]
+"""Takes what is one request of the plainest kind, and nothing else; None: it has to be read."""

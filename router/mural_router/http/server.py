@@ -7,7 +7,7 @@ import ssl
 from typing import cast
 
 from mural_router.http.client import ClientConnection
-from mural_router.http.exchange import Application, Reader
+from mural_router.http.exchange import Application, Express, Reader
 from mural_router.http.settings import HttpSettings
 from mural_router.http.watch import Watch
 
@@ -17,10 +17,17 @@ __all__ = ["Server"]
 class Server:
     """Listens, and knows its connections."""
 
-    def __init__(self, settings: HttpSettings, application: Application, watch: Watch) -> None:
+    def __init__(
+        self,
+        settings: HttpSettings,
+        application: Application,
+        watch: Watch,
+        express: Express | None = None,
+    ) -> None:
         self.settings = settings
         self.application = application
         self.watch = watch
+        self.express = express
         self.loop = asyncio.get_running_loop()
         self.draining = False
         self.buffered_bytes = 0

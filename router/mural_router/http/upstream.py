@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, Protocol, cast
 
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Address, Endpoint
 from mural_router.http.chunks import ChunkDecoder, ChunkError
 from mural_router.http.errors import BrokenAnswer
 from mural_router.http.head import END, ResponseHead, parse_response_head
@@ -20,14 +20,6 @@ __all__ = ["AnswerTimeout", "Caller", "ConnectFailed", "ReplicaConnection", "Rep
 
 _MAX_HEAD_BYTES: Final = 65_536
 _MAX_INTERIM_ANSWERS: Final = 8
-
-
-_Address = tuple[str, int, bool]
-"""Host, port, TLS: what two connections have to share to be alike."""
-
-
-def _address(endpoint: Endpoint) -> _Address:
-    return endpoint.host, endpoint.port, endpoint.tls
 
 
 class ConnectFailed(Exception):
@@ -75,13 +67,14 @@ class ReplicaConnection(Watched):
     transport: asyncio.Transport
 
     def __init__(self, pool: ReplicaPool, endpoint: Endpoint) -> None:
-        self.address = _address(endpoint)
+        self.address = endpoint.address
         self.requests = 0
         """Sent on it so far: above 1 it was kept, and may have been closed meanwhile."""
         self._pool = pool
         self._watch = pool.watch
         self._idle_timeout_s = pool.settings.idle_timeout_s
         self._caller: Caller | None = None
+        self._first: Callable[[bytes], bool] | None = None
         self._start = b""
         self._head: ResponseHead | None = None
         self._interim = 0
@@ -94,9 +87,20 @@ class ReplicaConnection(Watched):
 
     # -- the caller's side ------------------------------------------------------------------------
 
-    def send(self, caller: Caller, pieces: Iterable[bytes], *, complete: bool = True) -> None:
-        """Begin a request; with ``complete`` its body is in ``pieces`` too."""
+    def send(
+        self,
+        caller: Caller,
+        pieces: Iterable[bytes],
+        *,
+        complete: bool = True,
+        first: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        """Begin a request; with ``complete`` its body is in ``pieces`` too.
+
+        ``first`` is shown what comes first: True if that was the whole answer, and all is done.
+        """
         self._caller = caller
+        self._first = first
         self._head = None
         self._interim = 0
         self.requests += 1
@@ -126,6 +130,19 @@ class ReplicaConnection(Watched):
             self._paused = False
             self.deadline = self._watch.now + self._idle_timeout_s
             self.transport.resume_reading()
+
+    def hand_over(self, caller: Caller) -> None:
+        """Tell another caller from now on."""
+        if self._caller is not None:
+            self._caller = caller
+
+    def answered_whole(self) -> None:
+        """The caller has read the whole answer, which leaves the connection as it was."""
+        self._caller = None
+        if self._paused:
+            self._paused = False
+            self.transport.resume_reading()
+        self._pool.give_back(self)
 
     def discard(self) -> None:
         """The caller wants nothing more; the replica sees the connection end and stops its work."""
@@ -167,6 +184,9 @@ class ReplicaConnection(Watched):
         if self._caller is None:
             # Nothing was asked: an answer to nothing must not become one to the next request.
             self._close()
+            return
+        first, self._first = self._first, None
+        if first is not None and first(data):
             return
         try:
             if self._head is None:
@@ -274,7 +294,7 @@ class ReplicaPool:
         self.opened_total = 0
         self._context = context
         self._loop = asyncio.get_running_loop()
-        self._idle: dict[_Address, deque[ReplicaConnection]] = {}
+        self._idle: dict[Address, deque[ReplicaConnection]] = {}
         self._open: set[ReplicaConnection] = set()
 
     @property
@@ -283,8 +303,7 @@ class ReplicaPool:
 
     def take(self, endpoint: Endpoint) -> ReplicaConnection | None:
         """An idle connection, if there is one."""
-        idle = self._idle.get(_address(endpoint))
-        return idle.pop() if idle else None
+        return self.take_from(endpoint.address)
 
     async def connect(self, endpoint: Endpoint) -> ReplicaConnection:
         """Open one. Raises `ConnectFailed`."""
@@ -308,6 +327,15 @@ class ReplicaPool:
         self.opened_total += 1
         self._open.add(connection)
         self.watch.add(connection)
+
+    def take_from(self, address: Address) -> ReplicaConnection | None:
+        """`take` for an endpoint's address."""
+        idle = self._idle.get(address)
+        return idle.pop() if idle else None
+
+    def put_back(self, connection: ReplicaConnection) -> None:
+        """One that was taken and not used after all."""
+        self._idle.setdefault(connection.address, deque()).append(connection)
 
     def give_back(self, connection: ReplicaConnection) -> None:
         idle = self._idle.get(connection.address)

@@ -13,7 +13,7 @@ from mural_resolvers.tenants import TenantLimits
 from mural_resolvers.tenants.limits import LimitKind, MinuteWindow
 from mural_router.limits.limiter import Hold, TenantUsage
 
-__all__ = ["RETRY_S", "UNCOUNTED", "Account", "Refusal", "busiest", "check_sequences", "has_rates"]
+__all__ = ["RETRY_S", "UNCOUNTED", "Account", "Refusal", "busiest", "counts"]
 
 RETRY_S: Final = 1.0
 """Where no time is known at which something gets free."""
@@ -34,22 +34,19 @@ class Refusal(NamedTuple):
         )
 
 
-def has_rates(limits: TenantLimits) -> bool:
-    """Whether there is anything to count."""
-    return (
-        limits.requests_per_minute is not None
-        or limits.tokens_per_minute is not None
-        or limits.concurrency is not None
-    )
+def counts(limits: TenantLimits, sequences: int) -> bool:
+    """Whether there is anything to count.
 
-
-def check_sequences(limits: TenantLimits, sequences: int) -> None:
-    """Raise ``InvalidInput`` for more sequences than the tenant may ever have."""
-    if limits.concurrency is not None and sequences > limits.concurrency:
+    Raises ``InvalidInput`` for more sequences than the tenant may ever have.
+    """
+    if limits.concurrency is None:
+        return limits.requests_per_minute is not None or limits.tokens_per_minute is not None
+    if sequences > limits.concurrency:
         raise InvalidInput(
             f"The request asks for {sequences} sequences at once; this tenant may have "
             f"{limits.concurrency}."
         )
+    return True
 
 
 @dataclass(slots=True)
@@ -69,16 +66,21 @@ class Account:
     ) -> Refusal | None:
         """Say why a request does not fit into this account's share of the limits, if so."""
         most = limits.concurrency
-        if most is not None and self.open_sequences + sequences > share(most, routers, sequences):
-            return Refusal("concurrency", most, RETRY_S)
+        # Any share has room for one request.
+        if most is not None and self.open_sequences:
+            part = most if routers == 1 else math.ceil(most / routers)
+            if self.open_sequences + sequences > part:
+                return Refusal("concurrency", most, RETRY_S)
         most = limits.requests_per_minute
         if most is not None:
-            wait_s = self.requests.wait_s(share(most, routers), now)
+            part = most if routers == 1 else math.ceil(most / routers)
+            wait_s = self.requests.wait_s(part, now)
             if wait_s > 0:
                 return Refusal("requests", most, wait_s)
         most = limits.tokens_per_minute
         if most is not None:
-            wait_s = self.tokens.wait_s(share(most, routers), now, tokens)
+            part = most if routers == 1 else math.ceil(most / routers)
+            wait_s = self.tokens.wait_s(part, now, tokens)
             if wait_s > 0:
                 return Refusal("tokens", most, wait_s)
         return None
@@ -105,11 +107,6 @@ class Account:
         return TenantUsage(
             tenant, self.requests.total(now), self.tokens.total(now), self.open_sequences
         )
-
-
-def share(limit: int, routers: int, least: int = 1) -> int:
-    """One router's part of a limit; enough for one request in any case."""
-    return max(least, limit if routers == 1 else math.ceil(limit / routers))
 
 
 def busiest(

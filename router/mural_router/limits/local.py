@@ -7,9 +7,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
+
 from mural_resolvers.tenants import Principal
 from mural_resolvers.tenants.limits import LimitKind
-from mural_router.limits.account import UNCOUNTED, Account, busiest, check_sequences, has_rates
+from mural_router.limits.account import UNCOUNTED, Account, busiest, counts
 from mural_router.limits.limiter import Hold, LimitsSnapshot
 
 __all__ = ["LocalLimiter"]
@@ -17,29 +19,22 @@ __all__ = ["LocalLimiter"]
 MAX_ACCOUNTS: Final = 16_384
 
 
-class _LocalHold:
-    __slots__ = ("_account", "_clock", "_estimated", "_second", "_sequences", "_settled")
-
-    def __init__(
-        self,
-        account: Account,
-        clock: Callable[[], float],
-        sequences: int,
-        estimated: int,
-        second: int,
-    ) -> None:
-        self._account, self._clock = account, clock
-        self._sequences, self._estimated, self._second = sequences, estimated, second
-        self._settled = False
+class _LocalHold(msgspec.Struct, eq=False):
+    account: Account
+    clock: Callable[[], float]
+    sequences: int
+    estimated: int
+    second: int
+    settled: bool = False
 
     def settle(self, tokens: int) -> None:
-        if not self._settled:
-            self._settled = True
-            self._account.settle(self._estimated, tokens, self._second, self._clock())
+        if not self.settled:
+            self.settled = True
+            self.account.settle(self.estimated, tokens, self.second, self.clock())
 
     def close(self) -> None:
-        self._account.open_sequences -= self._sequences
-        self._sequences = 0
+        self.account.open_sequences -= self.sequences
+        self.sequences = 0
 
 
 class LocalLimiter:
@@ -58,11 +53,14 @@ class LocalLimiter:
 
     def enter_now(self, principal: Principal, sequences: int, tokens: int) -> Hold:
         tenant, limits = principal.tenant, principal.limits
-        if tenant is None or not has_rates(limits):
+        if tenant is None or not counts(limits, sequences):
             return UNCOUNTED
-        check_sequences(limits, sequences)
         now = self._clock()
-        account = self._account(tenant, now)
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._new_account(tenant, now)
+        else:
+            self._accounts.move_to_end(tenant)
         refusal = account.refusal(limits, sequences, tokens, now)
         if refusal is not None:
             self._refused[refusal.kind] += 1
@@ -83,15 +81,12 @@ class LocalLimiter:
     async def close(self) -> None:
         self._accounts.clear()
 
-    def _account(self, tenant: str, now: float) -> Account:
-        account = self._accounts.get(tenant)
-        if account is not None:
-            self._accounts.move_to_end(tenant)
-            return account
+    def _new_account(self, tenant: str, now: float) -> Account:
         while len(self._accounts) >= MAX_ACCOUNTS:
             oldest = next(iter(self._accounts))
             if not self._accounts[oldest].is_idle(now):
                 # As many tenants at work as that: better one more account than a limit forgotten.
                 break
             del self._accounts[oldest]
-        return self._accounts.setdefault(tenant, Account())
+        account = self._accounts[tenant] = Account()
+        return account

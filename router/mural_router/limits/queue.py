@@ -115,7 +115,8 @@ class FairQueue(Generic[Seat]):
         self._versions = itertools.count()
         self._stands_at = 0.0
         """The counter of the last that was started: where newcomers begin."""
-        self._waiting = 0
+        self.waiting = 0
+        """How many do; for reading."""
         self._tokens = 0
         """That all who wait are expected to use."""
         self._in_group: Counter[Hashable] = Counter()
@@ -126,7 +127,7 @@ class FairQueue(Generic[Seat]):
 
     def seat_now(self, attempt: Callable[[], Seat | None]) -> Seat | None:
         """A seat for a request that need not wait; None: there is none, or others wait for it."""
-        return None if self._waiting else attempt()
+        return None if self.waiting else attempt()
 
     async def wait(
         self,
@@ -155,7 +156,7 @@ class FairQueue(Generic[Seat]):
         self._check_room(tenant)
         loop, began = asyncio.get_running_loop(), self._clock()
         waiter = _Waiter(tenant, max(tokens, 1), weight, attempt, group, loop.create_future())
-        first_of_group = self._waiting and group not in self._heaps
+        first_of_group = self.waiting and group not in self._heaps
         found = self._push(waiter)
         if first_of_group:
             self.pump()
@@ -179,7 +180,7 @@ class FairQueue(Generic[Seat]):
 
         Costs an attempt for each that is started and one more for each group.
         """
-        if not self._waiting:
+        if not self.waiting:
             return
         full: set[Hashable] = set()
         while (waiter := self._next(full)) is not None:
@@ -202,7 +203,7 @@ class FairQueue(Generic[Seat]):
     def snapshot(self) -> QueueSnapshot:
         """Tell how the queue stands."""
         return QueueSnapshot(
-            waiting=self._waiting,
+            waiting=self.waiting,
             tenants=sum(len(tenants) for tenants in self._by_count.values()),
             longest=self._longest,
             tokens_per_s=self._rate.per_s(self._clock()),
@@ -217,7 +218,7 @@ class FairQueue(Generic[Seat]):
             for tenant, found in self._tenants.items()
         }
         assert all(found.count == counts[tenant] for tenant, found in self._tenants.items())
-        assert self._waiting == sum(counts.values())
+        assert self.waiting == sum(counts.values())
         assert self._longest == max(counts.values(), default=0)
         for count, tenants in self._by_count.items():
             assert tenants
@@ -292,7 +293,7 @@ class FairQueue(Generic[Seat]):
                 f"This tenant has {own} requests waiting already, as many as may.",
                 retry_after_s=self._retry_s(),
             )
-        if self._waiting < self.max_waiting:
+        if self.waiting < self.max_waiting:
             return
         if own + 1 >= self._longest:
             raise self._unavailable("There is no capacity, and no room to wait for it.")
@@ -334,7 +335,7 @@ class FairQueue(Generic[Seat]):
             del self._in_group[waiter.group], self._heaps[waiter.group]
         self._tokens -= waiter.tokens
         self._recount(waiter.tenant, found, -1)
-        if not self._waiting:
+        if not self.waiting:
             # Nobody left to be fair to.
             self._tenants.clear()
             self._stands_at = 0.0
@@ -345,7 +346,7 @@ class FairQueue(Generic[Seat]):
         if found.count:
             del self._by_count[found.count][tenant]
         found.count += change
-        self._waiting += change
+        self.waiting += change
         if found.count:
             self._by_count.setdefault(found.count, {})[tenant] = None
         # One step at most: a count changes by one.
@@ -372,7 +373,7 @@ class FairQueue(Generic[Seat]):
         try:
             self.pump()
         finally:
-            if self._waiting:
+            if self.waiting:
                 loop = asyncio.get_running_loop()
                 self._look_again = loop.call_later(LOOK_AGAIN_S, self._tick)
 

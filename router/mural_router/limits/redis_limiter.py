@@ -23,7 +23,7 @@ from redis.exceptions import NoScriptError, RedisError
 from mural_resolvers.errors import RateLimited
 from mural_resolvers.tenants import Principal, TenantLimits
 from mural_resolvers.tenants.limits import LimitKind
-from mural_router.limits.account import UNCOUNTED, Refusal, busiest, check_sequences, has_rates
+from mural_router.limits.account import UNCOUNTED, Refusal, busiest, counts
 from mural_router.limits.lease import Answer, Call, LeasedAccount, Need
 from mural_router.limits.limiter import Hold, Limiter, LimitsSnapshot
 
@@ -190,9 +190,8 @@ class RedisLimiter(Limiter):
 
     def enter_now(self, principal: Principal, sequences: int, tokens: int) -> Hold | None:
         tenant, limits = principal.tenant, principal.limits
-        if tenant is None or not has_rates(limits):
+        if tenant is None or not counts(limits, sequences):
             return UNCOUNTED
-        check_sequences(limits, sequences)
         entry = self._entry(tenant, limits)
         account = entry.account
         if self._away_since is not None:

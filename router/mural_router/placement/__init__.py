@@ -4,7 +4,7 @@ The operator calls them too, so that both agree. No web framework, no torch, no 
 """
 
 from mural_router.placement.base import Base, agreed_base, base_names
-from mural_router.placement.choose import Choice, Reason, choose, homes_of
+from mural_router.placement.choose import Choice, OnlyHome, Reason, choose, homes_of, only_home
 from mural_router.placement.explain import Explanation, explain
 from mural_router.placement.fleet import Fleet, PlacementRequest, Replica, Residency, Resident
 from mural_router.placement.ledger import LoadLedger, Loads, reported_loads
@@ -20,6 +20,7 @@ __all__ = [
     "Fleet",
     "LoadLedger",
     "Loads",
+    "OnlyHome",
     "PlacementPolicy",
     "PlacementRequest",
     "Reason",
@@ -31,6 +32,7 @@ __all__ = [
     "choose",
     "explain",
     "homes_of",
+    "only_home",
     "order",
     "replicas_for",
     "reported_loads",

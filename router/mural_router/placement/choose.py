@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from math import ceil
+from math import ceil, inf
 from typing import Literal, NamedTuple
 
 from mural_router.placement.fleet import Fleet, Homes, PlacementRequest, Replica
@@ -16,11 +16,13 @@ from mural_router.placement.replicas import can_hold, holds, replicas_for
 __all__ = [
     "Bound",
     "Choice",
+    "OnlyHome",
     "Reason",
     "choose",
     "group_of",
     "has_room",
     "homes_of",
+    "only_home",
     "placed_homes",
 ]
 
@@ -84,10 +86,7 @@ class Bound:
             allowed = [each for each in replicas if each.name in request.candidates]
             total = sum(self._loads.of(each.name) for each in allowed)
             weight = sum(each.weight for each in allowed)
-        # The total is kept by additions: an error in its last bits must not add a whole sequence.
-        return max(
-            0.0, self._policy.load_bound * (total + request.sequences) / (weight or 1) - 1e-9
-        )
+        return _per_weight(self._policy.load_bound, total + request.sequences, weight)
 
 
 def has_room(
@@ -98,13 +97,21 @@ def has_room(
     It may wait in line at home. Away from home it would wait to be loaded there besides, and take
     another's place in memory: it is sent there only to begin at once.
     """
+    return load < room_of(replica, policy, home=home)
+
+
+def room_of(
+    replica: Replica, policy: PlacementPolicy = DEFAULT_POLICY, *, home: bool = True
+) -> float:
+    """Sequences below which a replica `has_room`."""
     if replica.kv_usage >= policy.kv_full and replica.waiting > 0:
-        return False
+        return 0.0
     if replica.max_num_seqs > 0:
-        return load < (policy.overcommit if home else 1.0) * replica.max_num_seqs
+        return (policy.overcommit if home else 1.0) * replica.max_num_seqs
+    if replica.waiting <= 0:
+        return inf if policy.max_waiting or not home else 0.0
     # Those that run do so already: what exceeds them would wait.
-    waits = load - replica.running if replica.waiting > 0 else 0.0
-    return waits < (policy.max_waiting if home else 1)
+    return replica.running + (policy.max_waiting if home else 1)
 
 
 def group_of(request: PlacementRequest) -> str | None:
@@ -199,6 +206,58 @@ def choose(
         if load < _light(replica, policy) and has_room(replica, load, policy):
             return Choice(replica, "resident", homes.k, homes.names)
     return _Chooser(request, fleet, loads, policy).for_adapter(request.adapter, homes)
+
+
+class OnlyHome(NamedTuple):
+    """The one replica that is an adapter's home and holds it, where any may be chosen.
+
+    For as long as the fleet, the policy and what is declared are the same.
+    """
+
+    replica: Replica
+    room: float
+    """As `room_of`."""
+    light: float
+    """Below it a replica is within the bound, whatever the others have."""
+    load_bound: float
+    fleet_weight: float
+
+    def takes_one_more(self, loads: Loads) -> bool:
+        """Whether `choose` gives it a request of one sequence."""
+        replica = self.replica
+        load = loads.by_name.get(replica.name, 0.0)
+        if load >= self.room:
+            return False
+        if load < self.light:
+            return True
+        per_weight = _per_weight(self.load_bound, loads.total + 1, self.fleet_weight)
+        return load < ceil(per_weight * replica.weight)
+
+
+def only_home(
+    adapter: str,
+    fleet: Fleet,
+    *,
+    declared: int | None = None,
+    policy: PlacementPolicy = DEFAULT_POLICY,
+) -> OnlyHome | None:
+    """An adapter's, where it has one: so it is with nearly all."""
+    homes = _homes(PlacementRequest(adapter), adapter, fleet, declared, policy)
+    if len(homes.resident) != 1:
+        return None
+    replica = fleet.replicas[homes.resident[0]]
+    return OnlyHome(
+        replica,
+        room_of(replica, policy),
+        _light(replica, policy),
+        policy.load_bound,
+        fleet.accepting_weight,
+    )
+
+
+def _per_weight(load_bound: float, sequences: float, weight: float) -> float:
+    # The total is kept by additions: an error in its last bits must not add a whole sequence.
+    return max(0.0, load_bound * sequences / (weight or 1) - 1e-9)
 
 
 def _light(replica: Replica, policy: PlacementPolicy) -> float:

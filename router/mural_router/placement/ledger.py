@@ -34,13 +34,9 @@ class _Account:
     mine: int = 0
     """Sequences of this router in flight there."""
     report: int = -1
-    reported: int = 0
-    mine_at_report: int = 0
-
-    @property
-    def estimate(self) -> float:
-        """The report counted mine of that moment; what came and went since, only I know of."""
-        return float(max(self.mine, self.reported + self.mine - self.mine_at_report))
+    others: int = 0
+    """Those that the last report counted and that were not mine: of what came and went since, I
+    only know my own."""
 
 
 class LoadLedger:
@@ -71,11 +67,11 @@ class LoadLedger:
 
     def start(self, name: str, sequences: int) -> None:
         """Sequences are being sent to a replica."""
-        self._add(name, sequences)
+        self.add(name, sequences)
 
     def finish(self, name: str, sequences: int) -> None:
         """They have ended there, however they did. Each start is finished once."""
-        self._add(name, -sequences)
+        self.add(name, -sequences)
 
     def in_flight(self, name: str) -> int:
         """This router's own sequences on a replica."""
@@ -86,11 +82,11 @@ class LoadLedger:
         account = self._accounts.setdefault(replica.name, _Account())
         if account.report != replica.report:
             account.report = replica.report
-            account.reported = replica.running + replica.waiting
-            account.mine_at_report = account.mine
-        self._estimates[replica.name] = account.estimate
+            account.others = max(0, replica.running + replica.waiting - account.mine)
+        self._estimates[replica.name] = float(account.mine + account.others)
 
-    def _add(self, name: str, sequences: int) -> None:
+    def add(self, name: str, sequences: int) -> None:
+        """`start`, or `finish` with a number below 0."""
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = _Account()
@@ -102,7 +98,7 @@ class LoadLedger:
             if account.mine == 0:
                 del self._accounts[name]
             return
-        before, now = self._estimates[name], account.estimate
+        before, now = self._estimates[name], float(account.mine + account.others)
         self._estimates[name] = now
         if name in self._accepting:
             self.loads.total += now - before

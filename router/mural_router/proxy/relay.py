@@ -8,7 +8,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
 from mural_resolvers.errors import MuralError
 from mural_router.http.exchange import Exchange, Reader, status_line
@@ -27,7 +27,7 @@ from mural_router.routing.ask import (
     request_id_of,
 )
 
-__all__ = ["InferenceRelay", "Relay", "ask_of"]
+__all__ = ["InferenceRelay", "Relay", "Sent", "ask_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,14 +63,28 @@ def ask_of(exchange: Exchange) -> Ask:
     )
 
 
+class Sent(NamedTuple):
+    """A request that was routed, and sent on a connection, before its relay was made."""
+
+    ask: Ask
+    routed: Routed
+    connection: ReplicaConnection
+
+
 class Relay(Caller, Reader):
     """Owns its exchange and its attempt from the request's arrival until `Routed.done`."""
 
-    def __init__(self, pool: ReplicaPool, routing: Routing, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        pool: ReplicaPool,
+        routing: Routing,
+        exchange: Exchange,
+        sent: Sent | None = None,
+    ) -> None:
         self._pool = pool
         self._routing = routing
         self._exchange = exchange
-        self._ask = ask_of(exchange)
+        self._ask = ask_of(exchange) if sent is None else sent.ask
         self._loop = asyncio.get_running_loop()
         self._routed: Routed | None = None
         self._connection: ReplicaConnection | None = None
@@ -86,7 +100,10 @@ class Relay(Caller, Reader):
         self._task: asyncio.Task[None] | None = None
         """What is waited for: routing, or a connection."""
         exchange.reader = self
-        self._start()
+        if sent is None:
+            self._start()
+        else:
+            self._routed, self._connection = sent.routed, sent.connection
 
     # -- what differs between kinds of requests ---------------------------------------------------
 

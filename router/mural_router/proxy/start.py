@@ -19,6 +19,7 @@ from mural_router.http.tls import client_side, replica_side
 from mural_router.http.upstream import ReplicaPool
 from mural_router.http.watch import Watch
 from mural_router.proxy.content import refuse_other_content
+from mural_router.proxy.express import open_express_lane
 from mural_router.proxy.forward import ForwardRelay
 from mural_router.proxy.paths import Answerer, Place, place_of
 from mural_router.proxy.relay import InferenceRelay, ask_of
@@ -88,8 +89,10 @@ class _Running(Proxy):
         self._client_context = client_side(settings.tls)
         self._replica_context = replica_side(settings.tls)
         self._watch = Watch(asyncio.get_running_loop())
-        self._server = Server(settings, self, self._watch)
         self._pool = ReplicaPool(settings, self._watch, lambda: self._replica_context)
+        lane = open_express_lane(settings, routing, self._pool)
+        express = None if lane is None else lane.take
+        self._server = Server(settings, self, self._watch, express)
         self._inference = Plan(settings.max_body_bytes, self._infer)
         self._closed = False
 

@@ -8,13 +8,25 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from mural_router.fleet.endpoint import Endpoint
 
-__all__ = ["HEADERS", "RETRY_HEADER", "Ask", "Outcome", "Routed", "Routing", "request_id_of"]
+if TYPE_CHECKING:
+    from mural_router.routing.flows import Express
+
+__all__ = [
+    "HEADERS",
+    "RETRY_HEADER",
+    "Ask",
+    "Outcome",
+    "Routed",
+    "Routing",
+    "new_request_id",
+    "request_id_of",
+]
 
 HEADERS: Final = frozenset({"x-session-id", "x-request-id", "traceparent", "tracestate"})
 """The request headers that routing reads, lower-case."""
@@ -30,14 +42,15 @@ _PREFIX: Final = f"req-{secrets.token_hex(10)}"
 _NUMBERS: Final = itertools.count(1)
 
 
-def _new_request_id() -> str:
+def new_request_id() -> str:
+    """Unique among routers and restarts."""
     return f"{_PREFIX}{next(_NUMBERS):012x}"
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
     """The client's own, where it is one; else a new one."""
     given = headers.get(REQUEST_ID)
-    return given if given and _REQUEST_ID.fullmatch(given) else _new_request_id()
+    return given if given and _REQUEST_ID.fullmatch(given) else new_request_id()
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -55,7 +68,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
     method: str = "POST"
     query: str = ""
     """As it was sent, without the question mark."""
-    request_id: str = msgspec.field(default_factory=_new_request_id)
+    request_id: str = msgspec.field(default_factory=new_request_id)
     """Of every answer, refusals too, of the access log, and of what the replica is told."""
 
     @property
@@ -126,6 +139,9 @@ class Routed(Protocol):
 
 class Routing(Protocol):
     """Everything decided about a request: identity, rights, limits, version, replica."""
+
+    express: Express | None = None
+    """Where the proxy may ask first about the plainest requests; None: nowhere."""
 
     @abstractmethod
     async def route(self, ask: Ask) -> Routed:

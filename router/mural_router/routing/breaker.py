@@ -95,7 +95,8 @@ class Breakers:
         self.settings = settings
         self._draw = draw
         self._by_name: dict[str, Breaker] = {}
-        self._troubled: set[str] = set()
+        self.troubled: set[str] = set()
+        """Those that have failed since they last answered well; for reading."""
 
     def of(self, replica: str) -> Breaker:
         """The replica's."""
@@ -106,36 +107,36 @@ class Breakers:
 
     def begin(self, replica: str, attempt: object, now: float) -> None:
         """An attempt goes there."""
-        if replica in self._troubled:
+        if replica in self.troubled:
             self.of(replica).begin(attempt, now)
 
     def ended(self, replica: str, attempt: object) -> None:
         """The attempt is over."""
-        if replica in self._troubled:
+        if replica in self.troubled:
             self.of(replica).ended(attempt)
 
     def failed(self, replica: str, attempt: object, now: float) -> None:
         """Count a failure."""
         self.of(replica).failed(attempt, now)
-        self._troubled.add(replica)
+        self.troubled.add(replica)
 
     def succeeded(self, replica: str, attempt: object, now: float) -> None:
         """Count a success."""
-        if replica in self._troubled:
+        if replica in self.troubled:
             breaker = self.of(replica)
             breaker.succeeded(attempt)
             if breaker.state(now) == "closed":
-                self._troubled.discard(replica)
+                self.troubled.discard(replica)
 
     def excluded(self, now: float) -> frozenset[str]:
         """The replicas that may not be chosen now."""
-        if not self._troubled:
+        if not self.troubled:
             return frozenset()
-        return frozenset(name for name in self._troubled if not self.of(name).allows(now))
+        return frozenset(name for name in self.troubled if not self.of(name).allows(now))
 
     def keep(self, replicas: frozenset[str]) -> None:
         """Forget all others."""
-        self._troubled &= replicas
+        self.troubled &= replicas
         for name in self._by_name.keys() - replicas:
             del self._by_name[name]
 

@@ -15,6 +15,7 @@ from mural_router.placement import (
     LoadLedger,
     PlacementPolicy,
     PlacementRequest,
+    Replica,
     choose,
     explain,
 )
@@ -84,7 +85,8 @@ class Dispatch:
         self._metrics = metrics
         self._clock = clock
         self._freed = freed
-        self._declared = declared
+        self.declared_for = declared
+        """The k that an object declares for an exact name."""
         self._by_authority: dict[str, str] = {}
         self._least_rank = 0
         self._least_bytes = 0
@@ -118,16 +120,15 @@ class Dispatch:
         endpoint = self.source.endpoint(choice.replica.name)
         if endpoint is None:
             return None
-        residency = None
+        digest, cold = None, False
         if request.adapter is not None:
-            residency = choice.replica.adapters.get(request.adapter)
+            digest, cold = self.residency(request.adapter, choice.replica)
         attempt = Attempt(
             endpoint=endpoint,
             sequences=request.sequences,
             reason=choice.reason,
-            digest=None if residency is None else residency.digest or None,
-            cold=request.adapter is not None
-            and (residency is None or residency.loading or residency.level == "disk"),
+            digest=digest,
+            cold=cold,
         )
         self.ledger.start(endpoint.name, request.sequences)
         self.breakers.begin(endpoint.name, attempt, now)
@@ -145,7 +146,15 @@ class Dispatch:
 
     def declared(self, request: PlacementRequest) -> int | None:
         """The k that is declared for what is asked for; None: it follows from the load."""
-        return None if request.adapter is None else self._declared(request.adapter)
+        return None if request.adapter is None else self.declared_for(request.adapter)
+
+    @staticmethod
+    def residency(adapter: str, replica: Replica) -> tuple[str | None, bool]:
+        """The digest of what a replica holds under a name, and whether it may have to load it."""
+        held = replica.adapters.get(adapter)
+        if held is None:
+            return None, True
+        return held.digest or None, held.loading or held.level == "disk"
 
     def group(self, request: PlacementRequest) -> Hashable:
         """Requests that want the same capacity: where one finds none, no other of them will."""
@@ -191,6 +200,16 @@ class Dispatch:
         attempt.ended = True
         self.ledger.finish(attempt.endpoint.name, attempt.sequences)
         self.breakers.ended(attempt.endpoint.name, attempt)
+        self._freed()
+
+    def left(self, name: str, attempt: object) -> None:
+        """One sequence that `ledger` was told of has ended at a replica, answered well.
+
+        ``attempt``: anything that stands for it, and for no other.
+        """
+        self.ledger.add(name, -1)
+        if self.breakers.troubled:
+            self.breakers.succeeded(name, attempt, self._clock())
         self._freed()
 
     # -- inside -------------------------------------------------------------------------------

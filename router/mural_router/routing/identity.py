@@ -13,13 +13,14 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Final, Literal, Protocol
 
-from mural_resolvers.errors import Unauthorized
+from mural_resolvers.errors import Unauthorized, Unavailable
 from mural_resolvers.tenants import ADMIN, ANYONE, KeyRing, Principal, StoredKey
 from mural_router.fleet.endpoint import Engine
 
-__all__ = ["Authenticator", "Keys", "RouterAuth", "tenant_salt", "upstream_identity"]
+__all__ = ["Authenticator", "Headers", "Keys", "RouterAuth", "tenant_salt", "upstream_identity"]
 
 RouterAuth = Literal["keys", "open"]
+Headers = tuple[tuple[str, str], ...]
 
 MAX_AUTHORIZATION_CHARS: Final = 512
 MAX_GOOD_KEYS: Final = 8_192
@@ -76,6 +77,29 @@ class Authenticator:
             raise Unauthorized()
         return self._tenant_key(self.tenants.ring, authorization[0])
 
+    @property
+    def ring(self) -> KeyRing | None:
+        """The tenants' keys in force, None where there are none: another with each change."""
+        if self.tenants is None:
+            return None
+        try:
+            return self.tenants.ring
+        except Unavailable:
+            return None
+
+    def lasting(self, authorization: tuple[str, ...]) -> Principal | None:
+        """The principal who is the same for as long as `ring` is; None: there is none."""
+        try:
+            principal = self.principal(authorization)
+        except (Unauthorized, Unavailable):
+            return None
+        if principal is ANYONE or principal is ADMIN_PRINCIPAL:
+            return principal
+        ring = self.ring
+        if ring is None or principal.key_id is None or ring[principal.key_id].expires is not None:
+            return None
+        return principal
+
     def _tenant_key(self, ring: KeyRing, authorization: str) -> Principal:
         if ring is not self._ring:
             self._ring, self._good = ring, {}
@@ -107,7 +131,7 @@ def upstream_identity(
     token: str | None,
     digest: str | None = None,
     acts_for: str | None = None,
-) -> tuple[tuple[str, str], ...]:
+) -> Headers:
     """The headers by which a replica knows on whose behalf it is asked.
 
     ``token``: the router's own for Mural servers, the pod's key for vLLM; None: none is asked

@@ -17,7 +17,7 @@ import msgspec
 
 from mural_resolvers.errors import InvalidInput
 
-__all__ = ["Inspected", "inspect_body"]
+__all__ = ["Inspected", "inspect_body", "model_value"]
 
 MAX_KEYS: Final = 1024
 MAX_COUNT: Final = 1 << 31
@@ -99,18 +99,15 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         asks = self.hides_usage
         if model == self.model and not asks and salt is None:
             return self.body
-        value = msgspec.json.encode(model)
         if (
             self._at is None
             or (asks and _OPTIONS in self.body)
             or (salt is not None and _SALT in self.body)
         ):
-            return self._encoded(value, asks, salt)
+            return self._encoded(msgspec.json.encode(model), asks, salt)
         start, end = self._at
-        added = _ASK_USAGE if asks else b""
-        if salt is not None:
-            added += b',"cache_salt":"%b"' % salt.encode()
-        return b"".join((self.body[:start], value, added, self.body[end:]))
+        value = model_value(model, asks_usage=asks, salt=salt)
+        return b"".join((self.body[:start], value, self.body[end:]))
 
     def _encoded(self, model: bytes, asks: bool, salt: str | None) -> bytes:
         members = _decoded_members(self.body)
@@ -122,6 +119,16 @@ class Inspected(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         if salt is not None:
             members["cache_salt"] = msgspec.Raw(msgspec.json.encode(salt))
         return msgspec.json.encode(members)
+
+
+def model_value(model: str, *, asks_usage: bool, salt: str | None) -> bytes:
+    """What stands in a body in place of its model's value, members that are put in after it."""
+    value = msgspec.json.encode(model)
+    if asks_usage:
+        value += _ASK_USAGE
+    if salt is not None:
+        value += b',"cache_salt":"%b"' % salt.encode()
+    return value
 
 
 def inspect_body(data: bytes) -> Inspected:

@@ -17,13 +17,13 @@ from mural_router.placement import PlacementRequest
 from mural_router.routing.access_log import AccessLog, AccessRecord, for_log, now_text
 from mural_router.routing.ask import Outcome
 from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.identity import Headers
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.retry import RetryBudget, may_ask_again
 from mural_router.routing.target import Target
 
 __all__ = ["Admitted", "Forwarded", "RoutedRequest", "Story"]
 
-Headers = tuple[tuple[str, str], ...]
 Identity = Callable[[Endpoint], Headers]
 BodyFor = Callable[[Engine], bytes]
 
@@ -85,12 +85,10 @@ class Story(msgspec.Struct, eq=False):
             metrics.queued_s.observe(self.queued_s)
         metrics.prompt_tokens += outcome.prompt_tokens or 0
         metrics.completion_tokens += outcome.completion_tokens or 0
-        if self.target is not None and self.target.adapter is not None:
-            self._count_adapter(self.target.model, outcome)
-
-    def _count_adapter(self, name: str, outcome: Outcome) -> None:
+        if self.target is None or self.target.adapter is None:
+            return
         ok = 200 <= outcome.status < 300 and not outcome.replica_failed
-        numbers = self.metrics.adapter(name, exists=ok and self.replica is not None)
+        numbers = metrics.adapter(self.target.model, exists=ok and self.replica is not None)
         if ok:
             numbers.ok += 1
             numbers.first_byte_s += outcome.first_byte_s or 0.0
@@ -122,8 +120,8 @@ class Story(msgspec.Struct, eq=False):
             stream=self.stream,
             prompt_tokens=outcome.prompt_tokens,
             completion_tokens=outcome.completion_tokens,
-            queued_s=_rounded(self.queued_s),
-            first_byte_s=_rounded(outcome.first_byte_s),
+            queued_s=None if self.queued_s is None else _rounded(self.queued_s),
+            first_byte_s=None if outcome.first_byte_s is None else _rounded(outcome.first_byte_s),
             total_s=_rounded(outcome.total_s),
             bytes_sent=outcome.bytes_sent,
             error=outcome.error,
@@ -301,6 +299,6 @@ class Forwarded:
         self.answer_headers: Headers = (request_id, ("x-mural-replica", endpoint.name))
 
 
-def _rounded(seconds: float | None) -> float | None:
+def _rounded(seconds: float) -> float:
     # To the microsecond; `round` goes by way of a text, which takes longer than the rest of a line.
-    return None if seconds is None else int(seconds * 1e6 + 0.5) / 1e6
+    return int(seconds * 1e6 + 0.5) / 1e6

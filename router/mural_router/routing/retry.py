@@ -36,7 +36,8 @@ class RetryBudget:
 
     def request(self, now: float) -> None:
         """Count a request."""
-        self._refill(now)
+        if self._last is None or now > self._last:
+            self._refill(now)
         self._balance += self.settings.ratio
 
     def take(self, now: float) -> bool:

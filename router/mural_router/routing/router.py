@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, NamedTuple, NoReturn
 
@@ -19,12 +18,19 @@ from mural_router.limits.limiter import Hold, Limiter
 from mural_router.limits.queue import FairQueue, Turn
 from mural_router.placement import PlacementRequest, order
 from mural_router.routing.access_log import AccessLog, for_log
-from mural_router.routing.ask import Ask, Routed
+from mural_router.routing.ask import Ask, Outcome, Routed
 from mural_router.routing.dispatch import Attempt, Dispatch
-from mural_router.routing.identity import Authenticator, tenant_salt, upstream_identity
+from mural_router.routing.flows import Express, Flow, FlowRequest, Flows, Unfolding
+from mural_router.routing.identity import (
+    Authenticator,
+    Headers,
+    tenant_salt,
+    upstream_identity,
+)
 from mural_router.routing.inspect_body import Inspected, inspect_body
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.models import ModelCards
+from mural_router.routing.options import RoutingOptions
 from mural_router.routing.request import Admitted, Forwarded, RoutedRequest, Story
 from mural_router.routing.retry import RetryBudget
 from mural_router.routing.target import Target, Targets, find_target
@@ -36,20 +42,6 @@ __all__ = ["FleetRouting", "RoutingOptions"]
 NOBODY_READY_S: Final = 2.0
 COUNTED_PATHS: Final = frozenset({"/v1/completions", "/v1/chat/completions"})
 """Where tokens are generated; the other paths use none."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutingOptions:
-    """What may change while requests are on their way.
-
-    ``queue_wait_s``: how long a request waits for capacity. ``shared_names``: registered names
-    that every tenant may use. ``router_token`` and ``vllm_api_key`` are shown to replicas.
-    """
-
-    queue_wait_s: float = 10.0
-    shared_names: frozenset[str] = frozenset()
-    router_token: str | None = None
-    vllm_api_key: str | None = None
 
 
 class _Asked(NamedTuple):
@@ -66,7 +58,7 @@ class _Asked(NamedTuple):
     """What its client gave for it to meet with others."""
 
 
-class FleetRouting:
+class FleetRouting(Unfolding):
     """Routing over a fleet. For one event loop; what it is given is closed by its owner."""
 
     def __init__(
@@ -84,7 +76,6 @@ class FleetRouting:
         options: RoutingOptions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.options = options
         self.dispatch = dispatch
         self.budget = budget
         self.metrics = metrics
@@ -98,6 +89,31 @@ class FleetRouting:
         self._clock = clock
         self._models = ModelCards(dispatch.source)
         self._salt_secret = secrets.token_bytes(32)
+        # A trace has a span for each request, which is no plain one then.
+        self._options = options
+        self._flows = Flows(
+            auth=auth,
+            versions=versions,
+            limiter=limiter,
+            queue=queue,
+            dispatch=dispatch,
+            budget=budget,
+            options=options,
+            clock=clock,
+            identity=self._identity,
+            salt=self._salt,
+        )
+        # A request that is traced has a span of its own, and so has nothing of a flow.
+        self.express = None if tracing is not None else Express(self._flows, self)
+
+    @property
+    def options(self) -> RoutingOptions:
+        """Others may be put here at any time."""
+        return self._options
+
+    @options.setter
+    def options(self, options: RoutingOptions) -> None:
+        self._options = self._flows.options = options
 
     # -- inference ----------------------------------------------------------------------------
 
@@ -116,7 +132,9 @@ class FleetRouting:
         return partial(self._admit, asked) if routed is None else routed
 
     def _read(self, ask: Ask, story: Story) -> _Asked:
-        principal = self._identify(ask, story)
+        return self._asked(ask, story, self._identify(ask, story))
+
+    def _asked(self, ask: Ask, story: Story, principal: Principal) -> _Asked:
         body = inspect_body(ask.body)
         story.asked, story.stream = body.model, body.stream
         counted = ask.path in COUNTED_PATHS
@@ -244,6 +262,49 @@ class FleetRouting:
             # More capacity would not help: whoever reads this should look for the replicas.
             raise Unavailable("No replica is ready.", retry_after_s=error.retry_after_s) from None
 
+    # -- requests of flows --------------------------------------------------------------------
+
+    def unfold(self, request: FlowRequest, ask: Ask) -> Routed:
+        flow = request.flow
+        story = self._story(ask, request.arrived)
+        story.principal, story.target = flow.principal, flow.target
+        asked = self._asked(ask, story, flow.principal)
+        attempt = Attempt(flow.endpoint, 1, "resident", flow.digest, flow.cold)
+        placement = self._placement(asked, flow.target)
+        return self._routed(asked, flow.target, placement, request.hold, Turn(attempt, 0.0, None))
+
+    def refuse(self, flow: Flow, ask: Ask, error: MuralError) -> None:
+        story = self._begin(ask)
+        story.principal, story.target = flow.principal, flow.target
+        self._ended(story, error)
+
+    def finish(self, request: FlowRequest, outcome: Outcome) -> None:
+        flow, hold, metrics = request.flow, request.hold, self.metrics
+        if outcome.prompt_tokens is not None:
+            hold.settle(outcome.prompt_tokens + (outcome.completion_tokens or 0))
+        hold.close()
+        name = flow.endpoint.name
+        self.dispatch.left(name, request)
+        metrics.choices["resident"] += 1
+        metrics.replica(name).attempts += 1
+        Story(
+            request_id=request.request_id,
+            path=flow.path,
+            arrived=request.arrived,
+            clock=self._clock,
+            metrics=metrics,
+            log=self._log,
+            trace=None,
+            passed_on=(),
+            principal=flow.principal,
+            target=flow.target,
+            stream=request.stream,
+            digest=flow.digest,
+            replica=name,
+            reason="resident",
+            attempts=1,
+        ).finish(outcome)
+
     # -- a tenant's own adapters --------------------------------------------------------------
 
     async def forward(self, ask: Ask) -> Routed:
@@ -310,6 +371,9 @@ class FleetRouting:
     def _begin(self, ask: Ask) -> Story:
         now = self._clock()
         self.budget.request(now)
+        return self._story(ask, now)
+
+    def _story(self, ask: Ask, arrived: float) -> Story:
         trace: Trace | None = None
         if self._tracing is not None:
             trace = self._tracing.start(f"{ask.method} {ask.path}", ask.headers)
@@ -317,7 +381,7 @@ class FleetRouting:
             request_id=ask.request_id,
             # The other paths hold names.
             path=ask.path if ask.path in COUNTED_PATHS else for_log(ask.path),
-            arrived=now,
+            arrived=arrived,
             clock=self._clock,
             metrics=self.metrics,
             log=self._log,
@@ -337,7 +401,7 @@ class FleetRouting:
         endpoint: Endpoint,
         *,
         acts_for: str | None = None,
-    ) -> tuple[tuple[str, str], ...]:
+    ) -> Headers:
         options = self.options
         token = options.vllm_api_key if endpoint.engine == "vllm" else options.router_token
         return upstream_identity(
@@ -345,13 +409,20 @@ class FleetRouting:
         )
 
     def _body(self, asked: _Asked, model: str, engine: Engine) -> bytes:
-        tenant, salt = asked.principal.tenant, None
-        if engine == "vllm" and tenant is not None and asked.counted:
-            # Routers that share a token share the pods' prefix blocks, too.
-            token = self.options.router_token
-            secret = self._salt_secret if token is None else token.encode()
-            salt = tenant_salt(secret, tenant, asked.body.cache_salt)
+        salt = None
+        if asked.counted:
+            salt = self._salt(asked.principal, engine, asked.body.cache_salt)
         return asked.body.for_replica(model, salt)
+
+    def _salt(
+        self, principal: Principal, engine: Engine, cache_salt: str | None = None
+    ) -> str | None:
+        if engine != "vllm" or principal.tenant is None:
+            return None
+        # Routers that share a token share the pods' prefix blocks, too.
+        token = self.options.router_token
+        secret = self._salt_secret if token is None else token.encode()
+        return tenant_salt(secret, principal.tenant, cache_salt)
 
     def _refused(self, story: Story, error: MuralError) -> NoReturn:
         self._ended(story, error)

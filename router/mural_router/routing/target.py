@@ -14,7 +14,7 @@ from mural_resolvers.tenants import Principal, authorize, authorize_base
 from mural_router.placement import Base, Fleet
 from mural_router.routing.versions import Exact, Versions
 
-__all__ = ["Target", "Targets", "find_target", "is_registered"]
+__all__ = ["Target", "Targets", "find_target", "is_registered", "target_of"]
 
 MAX_NAMES: Final = 8_192
 
@@ -56,7 +56,7 @@ async def find_target(
     named = _named(principal, model, fleet, base, shared_names)
     if isinstance(named, Target):
         return named
-    return _target_of(await versions.resolve(named, sticky))
+    return target_of(await versions.resolve(named, sticky))
 
 
 class Targets:
@@ -91,12 +91,12 @@ class Targets:
         if exact is None:
             return None
         if exact is not allowed.exact and exact != allowed.exact:
-            allowed.exact, allowed.target = exact, _target_of(exact)
+            allowed.exact, allowed.target = exact, target_of(exact)
         return allowed.target
 
     def _allow(self, principal: Principal, model: str, name: AdapterName) -> _Allowed:
         exact = Exact(name)
-        allowed = _Allowed(principal, name, exact, _target_of(exact))
+        allowed = _Allowed(principal, name, exact, target_of(exact))
         if ":" in model:  # Without, what the fleet has under it comes first.
             if len(self._allowed) >= MAX_NAMES:
                 self._allowed.clear()
@@ -133,7 +133,8 @@ def _named(
     return name
 
 
-def _target_of(exact: Exact) -> Target:
+def target_of(exact: Exact) -> Target:
+    """What a request for a version is for."""
     return Target(
         model=exact.name.short,
         adapter=exact.name.exact,

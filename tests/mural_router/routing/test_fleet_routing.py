@@ -34,8 +34,9 @@ from mural_router.routing.breaker import Breakers, BreakerSettings
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator
 from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.options import RoutingOptions
 from mural_router.routing.retry import RetryBudget, RetrySettings
-from mural_router.routing.router import FleetRouting, RoutingOptions
+from mural_router.routing.router import FleetRouting
 from mural_router.routing.target import Targets
 from mural_router.routing.versions import KnownVersions, Versions, VersionSource
 

@@ -1,0 +1,249 @@
+"""The way of plain requests: taken whole, decided by their flow, answered whole.
+
+Most requests are of one form, come in one piece, and follow others of the same tenant for the same
+adapter (`mural_router.routing.flows`). They are carried here with little work. Whatever turns out
+to be otherwise is handed to an `InferenceRelay` at the point that it has reached: an answer that
+comes in pieces, a replica that fails, a client that leaves.
+"""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from mural_resolvers.errors import MuralError
+from mural_router.http.exchange import WholeExchange, status_line
+from mural_router.http.head import ResponseHead, parse_request_head
+from mural_router.http.scan import PlainRequest, plain_answer, plain_request
+from mural_router.http.settings import HttpSettings
+from mural_router.http.upstream import Caller, ReplicaConnection, ReplicaPool
+from mural_router.proxy.relay import InferenceRelay, Sent, ask_of
+from mural_router.proxy.usage import find_usage
+from mural_router.routing.ask import Ask, Outcome, Routing, new_request_id
+from mural_router.routing.flows import Express, Flow, FlowRequest
+
+if TYPE_CHECKING:
+    from mural_router.http.client import ClientConnection
+
+__all__ = ["ExpressLane", "open_express_lane"]
+
+_STATUS: Final = status_line(200)
+_PLAIN: Final = parse_request_head(b"POST / HTTP/1.1\r\nhost: router\r\n\r\n", 1)
+
+
+def open_express_lane(
+    settings: HttpSettings, routing: Routing, pool: ReplicaPool
+) -> ExpressLane | None:
+    """One for a proxy; None where it cannot be: nothing native, or routing has no flows."""
+    express = routing.express
+    if express is None or plain_request is None or plain_answer is None:
+        return None
+    return ExpressLane(settings, routing, express, pool)
+
+
+class ExpressLane:
+    """Of one proxy."""
+
+    def __init__(
+        self, settings: HttpSettings, routing: Routing, express: Express, pool: ReplicaPool
+    ) -> None:
+        assert plain_request is not None
+        self.pool = pool
+        self.routing = routing
+        self.unfolding = express.routing
+        self.max_fields = settings.max_head_fields
+        self._read = plain_request
+        self._flows = express.flows
+        self._max_head_bytes = settings.max_head_bytes
+        self._max_body_bytes = settings.max_body_bytes
+
+    def take(self, connection: ClientConnection, data: bytes) -> WholeExchange | None:
+        """As `mural_router.http.exchange.Express`."""
+        plain = self._read(data, self._max_head_bytes, self.max_fields)
+        if plain is None:
+            return None
+        flow = self._flows.find(plain[0])
+        if flow is None or len(data) - plain[4] > self._max_body_bytes:
+            return None
+        replica = self.pool.take_from(flow.address)
+        if replica is None:
+            return None
+        _, prompt_bytes, max_tokens, stream, body_at, _, _ = plain
+        try:
+            request = self._flows.admit(
+                flow, prompt_bytes, None if max_tokens < 0 else max_tokens, stream
+            )
+        except MuralError as error:
+            self.pool.put_back(replica)
+            return _Refused(self, connection, data, body_at, flow, error)
+        if request is None:
+            self.pool.put_back(replica)
+            return None
+        return _Carried(self, connection, data, plain, request, replica)
+
+
+class _Express(WholeExchange):
+    """It has the head that all of its kind have in common, until it is read."""
+
+    __slots__ = ("_body_at", "_data", "_lane")
+
+    _lane: ExpressLane
+    _data: bytes
+    _body_at: int
+
+    def _read(self, request_id: str) -> Ask:
+        """Become what it would be if it had been read; give what routing would be asked."""
+        self.head = parse_request_head(self._data[: self._body_at], self._lane.max_fields)
+        self.body = self._data[self._body_at :]
+        return msgspec.structs.replace(ask_of(self), request_id=request_id)
+
+
+class _Refused(_Express):
+    """A request that its tenant's limits refuse."""
+
+    __slots__ = ("_error", "_flow")
+
+    def __init__(
+        self,
+        lane: ExpressLane,
+        connection: ClientConnection,
+        data: bytes,
+        body_at: int,
+        flow: Flow,
+        error: MuralError,
+    ) -> None:
+        super().__init__(connection, _PLAIN, monotonic())
+        self._lane, self._data, self._body_at = lane, data, body_at
+        self._flow, self._error = flow, error
+
+    def begin(self) -> None:
+        ask = self._read(new_request_id())
+        self._lane.unfolding.refuse(self._flow, ask, self._error)
+        self.fail(self._error, ask.own_headers)
+
+
+class _Carried(_Express, Caller):
+    """A request that was admitted: it is its own relay for as long as all is plain."""
+
+    __slots__ = ("_after_model", "_model_at", "_replica", "_request")
+
+    def __init__(
+        self,
+        lane: ExpressLane,
+        connection: ClientConnection,
+        data: bytes,
+        plain: PlainRequest,
+        request: FlowRequest,
+        replica: ReplicaConnection,
+    ) -> None:
+        super().__init__(connection, _PLAIN, monotonic())
+        self._lane, self._data = lane, data
+        _, _, _, _, self._body_at, self._model_at, self._after_model = plain
+        self._request = request
+        self._replica: ReplicaConnection | None = replica
+        self.reader = self
+
+    def begin(self) -> None:
+        request, data = self._request, self._data
+        flow, replica = request.flow, self._replica
+        assert replica is not None
+        before, after = data[self._body_at : self._model_at], data[self._after_model :]
+        value = flow.value_of_stream if request.stream else flow.value
+        size = len(before) + len(value) + len(after)
+        head = b"%b%d%b%b\r\n\r\n" % (
+            flow.head,
+            size,
+            flow.identity,
+            request.request_id.encode("ascii"),
+        )
+        replica.send(self, (head, before, value, after), first=self._is_answer)
+
+    def _is_answer(self, data: bytes) -> bool:
+        """Pass the answer on, if this is all of one."""
+        request, connection = self._request, self._connection
+        answer = None
+        if connection is not None and connection.keep:
+            assert plain_answer is not None
+            answer = plain_answer(data)
+        if answer is None or (answer[2] and request.flow.digest is None):
+            self._unfold()
+            return False
+        assert connection is not None
+        fields, body_at, _ = answer
+        body = data[body_at:]
+        sent = b"%b%b\r\nx-request-id: %b%b%b" % (
+            _STATUS,
+            fields,
+            request.request_id.encode("ascii"),
+            request.flow.answer,
+            body,
+        )
+        passed_s = monotonic() - self.arrived
+        replica, self._replica = self._replica, None
+        assert replica is not None
+        replica.answered_whole()
+        self.bytes_sent = len(sent)
+        connection.transport.write(sent)
+        self.finish()
+        prompt, completion = find_usage(body) or (None, None)
+        self._lane.unfolding.finish(
+            request,
+            Outcome(
+                status=200,
+                prompt_tokens=prompt,
+                completion_tokens=completion,
+                first_byte_s=passed_s,
+                total_s=monotonic() - self.arrived,
+                bytes_sent=self.bytes_sent,
+            ),
+        )
+        return True
+
+    def _unfold(self) -> InferenceRelay:
+        """Go on as a request of any kind, from where it is: sent, with no answer yet."""
+        request, lane, replica = self._request, self._lane, self._replica
+        assert replica is not None
+        ask = self._read(request.request_id)
+        routed = lane.unfolding.unfold(request, ask)
+        relay = InferenceRelay(lane.pool, lane.routing, self, Sent(ask, routed, replica))
+        replica.hand_over(relay)
+        return relay
+
+    # -- the replica's side -----------------------------------------------------------------------
+
+    def answer_begins(self, head: ResponseHead) -> None:
+        raise AssertionError("what comes first is seen before it begins")
+
+    def answer_goes_on(self, raw: bytes, payload: bytes, whole: bool) -> None:
+        raise AssertionError("it has not begun")
+
+    def answer_ends(self) -> None:
+        raise AssertionError("it has not begun")
+
+    def answer_breaks(self, error: Exception) -> None:
+        self._unfold().answer_breaks(error)
+
+    def request_pauses(self) -> None:
+        """It was sent whole."""
+
+    def request_resumes(self) -> None:
+        """It was sent whole."""
+
+    # -- the client's side ------------------------------------------------------------------------
+
+    def gone(self) -> None:
+        self._unfold().gone()
+        self.reader = None
+
+    def paused(self) -> None:
+        if self._replica is not None:
+            self._replica.pause()
+
+    def resumed(self) -> None:
+        if self._replica is not None:
+            self._replica.resume()
+
+    def end_now(self, error: MuralError) -> None:
+        self._unfold().end_now(error)

@@ -1,0 +1,66 @@
+"""Compiles the reader of plain requests into ``mural_router/http/``: ``python build.py``.
+
+Needs a C++17 compiler and Python's headers; one library serves every Python from 3.11 on. By
+``MURAL_NATIVE`` as the server's operators are (``server/native/build.py``), but that without the
+headers it is left out in any case: the router does without, and a request costs it more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+SOURCES = Path(__file__).resolve().parent
+LIBRARY = SOURCES.parent / "mural_router" / "http" / "_scan.abi3.so"
+FLAGS = (
+    *("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-fstack-protector-strong", "-D_FORTIFY_SOURCE=2", "-Wall", "-Wextra"),
+)
+
+
+def build(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Make the library if it is wanted and can be made; None where there is none."""
+    shared = _shared()
+    wanted = environment.get("MURAL_NATIVE", "")
+    LIBRARY.unlink(missing_ok=True)
+    if wanted == "0":
+        return None
+    headers = sysconfig.get_path("include")
+    if not (Path(headers) / "Python.h").is_file():
+        print("the native reader is left out: Python's headers are not installed", file=sys.stderr)
+        return None
+    try:
+        compiler = shared.find_compiler(environment)
+        digest = shared.load_source_digest()(SOURCES)
+        with tempfile.TemporaryDirectory(prefix="mural-native-") as temporary:
+            made = Path(temporary) / LIBRARY.name
+            source = (f'-DMURAL_SOURCE_DIGEST="{digest}"', "-I", headers, str(SOURCES / "scan.cpp"))
+            shared.call([compiler, *FLAGS, *source, "-shared", "-o", str(made)])
+            LIBRARY.write_bytes(made.read_bytes())
+    except shared.BuildFailed as failure:
+        if wanted == "1":
+            raise
+        print(f"the native reader is left out: {failure}", file=sys.stderr)
+        return None
+    return LIBRARY
+
+
+def _shared() -> ModuleType:
+    """What the build of the server's operators has for both."""
+    path = SOURCES.parents[1] / "server" / "native" / "build.py"
+    spec = importlib.util.spec_from_file_location("mural_native_build", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    build()

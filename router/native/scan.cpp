@@ -1,0 +1,578 @@
+// Reads the common request and the common answer at one go, for the proxy's express lane.
+//
+// Nothing is decided here, and nothing is repaired: what is not of the plainest form gives None, and
+// is then read by http/head.py and routing/inspect_body.py, which say what a request is. All that is
+// accepted here they accept too, and read alike (tests/mural_router/http/test_scan.py).
+
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+constexpr int kMaxDepth = 64;
+constexpr Py_ssize_t kMaxAuthorization = 512;
+constexpr Py_ssize_t kMaxModel = 512;
+constexpr int kMaxDigits = 9;
+
+struct Slice {
+  const char* begin = nullptr;
+  const char* end = nullptr;
+  Py_ssize_t size() const { return end - begin; }
+};
+
+bool is_token(unsigned char c) {
+  if ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9')) return true;
+  return c != 0 && std::strchr("!#$%&'*+-.^_`|~", c) != nullptr;
+}
+
+bool is_field_byte(unsigned char c) { return c == '\t' || (c >= 0x20 && c != 0x7f); }
+
+char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c + 32) : c; }
+
+bool equals(Slice text, const char* other, Py_ssize_t size) {
+  return text.size() == size && std::memcmp(text.begin, other, static_cast<size_t>(size)) == 0;
+}
+
+bool equals_any_case(Slice text, const char* lower_case, Py_ssize_t size) {
+  if (text.size() != size) return false;
+  for (Py_ssize_t i = 0; i < size; ++i)
+    if (lower(text.begin[i]) != lower_case[i]) return false;
+  return true;
+}
+
+#define IS(text, literal) equals(text, literal, sizeof(literal) - 1)
+#define NAMED(text, literal) equals_any_case(text, literal, sizeof(literal) - 1)
+
+const char* find(const char* at, const char* end, const char* what, size_t size) {
+  return static_cast<const char*>(memmem(at, static_cast<size_t>(end - at), what, size));
+}
+
+#define FIND(at, end, literal) find(at, end, literal, sizeof(literal) - 1)
+
+// One header field; `at` is moved behind its CRLF.
+bool read_field(const char*& at, const char* end, Slice& name, Slice& value) {
+  name.begin = at;
+  while (at < end && is_token(static_cast<unsigned char>(*at))) ++at;
+  name.end = at;
+  if (name.size() == 0 || at == end || *at != ':') return false;
+  ++at;
+  while (at < end && (*at == ' ' || *at == '\t')) ++at;
+  value.begin = at;
+  while (at < end && is_field_byte(static_cast<unsigned char>(*at))) ++at;
+  value.end = at;
+  while (value.end > value.begin && (value.end[-1] == ' ' || value.end[-1] == '\t')) --value.end;
+  if (end - at < 2 || at[0] != '\r' || at[1] != '\n') return false;
+  at += 2;
+  return true;
+}
+
+bool read_length(Slice text, Py_ssize_t& length) {
+  if (text.size() < 1 || text.size() > 15) return false;
+  length = 0;
+  for (const char* at = text.begin; at < text.end; ++at) {
+    if (*at < '0' || *at > '9') return false;
+    length = length * 10 + (*at - '0');
+  }
+  return true;
+}
+
+// A name or an IPv4 address with or without a port; others are read elsewhere.
+bool is_plain_host(Slice text) {
+  const char* at = text.begin;
+  while (at < text.end) {
+    const unsigned char c = static_cast<unsigned char>(*at);
+    if (!((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '.' ||
+          c == '-' || c == '_'))
+      break;
+    ++at;
+  }
+  if (at == text.begin) return false;
+  if (at == text.end) return true;
+  if (*at++ != ':') return false;
+  const Py_ssize_t digits = text.end - at;
+  if (digits < 1 || digits > 5) return false;
+  for (; at < text.end; ++at)
+    if (*at < '0' || *at > '9') return false;
+  return true;
+}
+
+// -- JSON (RFC 8259) ------------------------------------------------------------------------------
+
+bool is_utf8(const unsigned char* at, const unsigned char* end) {
+  while (at < end) {
+    const unsigned char c = *at;
+    if (c < 0x80) {
+      ++at;
+      continue;
+    }
+    int more;
+    std::uint32_t code, least;
+    if (c >= 0xc2 && c <= 0xdf) {
+      more = 1, code = c & 0x1fu, least = 0x80;
+    } else if (c >= 0xe0 && c <= 0xef) {
+      more = 2, code = c & 0x0fu, least = 0x800;
+    } else if (c >= 0xf0 && c <= 0xf4) {
+      more = 3, code = c & 0x07u, least = 0x10000;
+    } else {
+      return false;
+    }
+    if (end - at <= more) return false;
+    for (int i = 1; i <= more; ++i) {
+      if ((at[i] & 0xc0) != 0x80) return false;
+      code = (code << 6) | (at[i] & 0x3fu);
+    }
+    if (code < least || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return false;
+    at += more + 1;
+  }
+  return true;
+}
+
+bool is_hex(char c) {
+  return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
+}
+
+struct Json {
+  const char* at;
+  const char* end;
+
+  void space() {
+    while (at < end && (*at == ' ' || *at == '\t' || *at == '\r' || *at == '\n')) ++at;
+  }
+
+  bool take(char c) {
+    if (at == end || *at != c) return false;
+    ++at;
+    return true;
+  }
+
+  // A text; `plain` tells whether what stands between its quotes is what it says.
+  bool text(Slice& inside, bool& plain) {
+    if (!take('"')) return false;
+    inside.begin = at;
+    plain = true;
+    while (at < end) {
+      const unsigned char c = static_cast<unsigned char>(*at);
+      if (c == '"') {
+        inside.end = at++;
+        return true;
+      }
+      if (c < 0x20) return false;
+      ++at;
+      if (c != '\\') continue;
+      plain = false;
+      if (at == end) return false;
+      const char escape = *at++;
+      if (escape == 'u') {
+        if (end - at < 4) return false;
+        for (int i = 0; i < 4; ++i)
+          if (!is_hex(at[i])) return false;
+        // Halves of pairs need a look at what follows.
+        if (lower(at[0]) == 'd' && lower(at[1]) >= '8') return false;
+        // A letter of a key that is looked for, in disguise.
+        if (at[0] == '0' && at[1] == '0' && (at[2] == '6' || at[2] == '7')) return false;
+        at += 4;
+      } else if (std::strchr("\"\\/bfnrt", escape) == nullptr || escape == 0) {
+        return false;
+      }
+    }
+    return false;
+  }
+
+  bool digits() {
+    const char* begin = at;
+    while (at < end && *at >= '0' && *at <= '9') ++at;
+    return at > begin;
+  }
+
+  bool number() {
+    take('-');
+    if (!take('0') && !digits()) return false;
+    if (take('.') && !digits()) return false;
+    if (at < end && (*at == 'e' || *at == 'E')) {
+      ++at;
+      if (at < end && (*at == '+' || *at == '-')) ++at;
+      if (!digits()) return false;
+    }
+    return true;
+  }
+
+  bool word(const char* text, Py_ssize_t size) {
+    if (end - at < size || std::memcmp(at, text, static_cast<size_t>(size)) != 0) return false;
+    at += size;
+    return true;
+  }
+
+  bool value(int depth) {
+    if (at == end || depth > kMaxDepth) return false;
+    Slice inside;
+    bool plain;
+    switch (*at) {
+      case '"':
+        return text(inside, plain);
+      case '{':
+        ++at;
+        space();
+        if (take('}')) return true;
+        for (;;) {
+          if (!text(inside, plain)) return false;
+          space();
+          if (!take(':')) return false;
+          space();
+          if (!value(depth + 1)) return false;
+          space();
+          if (take('}')) return true;
+          if (!take(',')) return false;
+          space();
+        }
+      case '[':
+        ++at;
+        space();
+        if (take(']')) return true;
+        for (;;) {
+          if (!value(depth + 1)) return false;
+          space();
+          if (take(']')) return true;
+          if (!take(',')) return false;
+          space();
+        }
+      case 't':
+        return word("true", 4);
+      case 'f':
+        return word("false", 5);
+      case 'n':
+        return word("null", 4);
+      default:
+        return number();
+    }
+  }
+};
+
+enum Member : unsigned {
+  kModel = 1,
+  kStream = 2,
+  kMaxTokens = 4,
+  kMaxCompletionTokens = 8,
+  kPrompt = 16,
+  kMessages = 32,
+  kN = 64,
+  kUser = 128,
+};
+
+struct Body {
+  unsigned seen = 0;
+  Slice model;  // between its quotes
+  bool stream = false;
+  long max_tokens = -1;
+  long max_completion_tokens = -1;
+  Py_ssize_t prompt = 0;
+  Py_ssize_t messages = 0;
+};
+
+bool read_count(Slice text, long& count) {
+  if (text.size() < 1 || text.size() > kMaxDigits) return false;
+  if (text.size() > 1 && *text.begin == '0') return false;
+  count = 0;
+  for (const char* at = text.begin; at < text.end; ++at) {
+    if (*at < '0' || *at > '9') return false;
+    count = count * 10 + (*at - '0');
+  }
+  return true;
+}
+
+unsigned member_of(Slice name) {
+  if (IS(name, "model")) return kModel;
+  if (IS(name, "stream")) return kStream;
+  if (IS(name, "max_tokens")) return kMaxTokens;
+  if (IS(name, "max_completion_tokens")) return kMaxCompletionTokens;
+  if (IS(name, "prompt")) return kPrompt;
+  if (IS(name, "messages")) return kMessages;
+  if (IS(name, "n")) return kN;
+  if (IS(name, "user")) return kUser;
+  return 0;
+}
+
+bool read_member(Json& json, Body& body) {
+  Slice name, inside;
+  bool plain;
+  if (!json.text(name, plain) || !plain) return false;
+  json.space();
+  if (!json.take(':')) return false;
+  json.space();
+  const unsigned member = member_of(name);
+  if (member & body.seen) return false;
+  body.seen |= member;
+  Slice whole;
+  whole.begin = json.at;
+  if (member == kModel || member == kPrompt || member == kUser) {
+    if (!json.text(inside, plain)) return false;
+    if (member == kModel) {
+      if (!plain || inside.size() > kMaxModel) return false;
+      for (const char* at = inside.begin; at < inside.end; ++at)
+        if (*at < 0x21 || *at > 0x7e) return false;
+      body.model = inside;
+    }
+  } else if (!json.value(1)) {
+    return false;
+  }
+  whole.end = json.at;
+  switch (member) {
+    case kPrompt:
+      body.prompt = whole.size();
+      return true;
+    case kMessages:
+      body.messages = whole.size();
+      return true;
+    case kStream:
+      body.stream = IS(whole, "true");
+      return body.stream || IS(whole, "false");
+    case kN:
+      return IS(whole, "1");
+    case kMaxTokens:
+      return read_count(whole, body.max_tokens);
+    case kMaxCompletionTokens:
+      return read_count(whole, body.max_completion_tokens);
+    default:
+      return true;
+  }
+}
+
+bool read_body(const char* at, const char* end, Body& body) {
+  Json json{at, end};
+  json.space();
+  if (!json.take('{')) return false;
+  for (;;) {
+    json.space();
+    if (!read_member(json, body)) return false;
+    json.space();
+    if (json.take('}')) break;
+    if (!json.take(',')) return false;
+  }
+  json.space();
+  if (json.at != end || !(body.seen & kModel)) return false;
+  // Members that are looked for must not stand anywhere else, nor those that are put in be there.
+  const char* first = FIND(at, end, "\"model\"");
+  if (FIND(first + 1, end, "\"model\"") != nullptr) return false;
+  if (FIND(at, end, "\"stream_options\"") || FIND(at, end, "\"cache_salt\"")) return false;
+  return is_utf8(reinterpret_cast<const unsigned char*>(at),
+                 reinterpret_cast<const unsigned char*>(end));
+}
+
+// -- the functions --------------------------------------------------------------------------------
+
+struct Head {
+  const char* path = nullptr;
+  Py_ssize_t path_size = 0;
+  const char* body = nullptr;
+  Slice authorization;
+};
+
+bool starts(const char*& at, const char* end, const char* text, Py_ssize_t size) {
+  if (end - at < size || std::memcmp(at, text, static_cast<size_t>(size)) != 0) return false;
+  at += size;
+  return true;
+}
+
+#define STARTS(at, end, literal) starts(at, end, literal, sizeof(literal) - 1)
+
+bool read_request(const char* at, const char* end, Py_ssize_t max_head, Py_ssize_t max_fields,
+                  Head& head) {
+  const char* begin = at;
+  const char* line = at;
+  if (STARTS(at, end, "POST /v1/completions HTTP/1.1\r\n")) {
+    head.path = line + 5, head.path_size = 15;
+  } else if (STARTS(at, end, "POST /v1/chat/completions HTTP/1.1\r\n")) {
+    head.path = line + 5, head.path_size = 20;
+  } else {
+    return false;
+  }
+  bool host = false, type = false;
+  Py_ssize_t length = -1, fields = 0;
+  for (;;) {
+    if (end - at >= 2 && at[0] == '\r' && at[1] == '\n') {
+      at += 2;
+      break;
+    }
+    Slice name, value;
+    if (++fields > max_fields || !read_field(at, end, name, value)) return false;
+    switch (lower(*name.begin)) {
+      case 'h':
+        if (NAMED(name, "host")) {
+          if (host || !is_plain_host(value)) return false;
+          host = true;
+        }
+        break;
+      case 'a':
+        if (NAMED(name, "authorization")) {
+          if (head.authorization.begin || value.size() > kMaxAuthorization) return false;
+          head.authorization = value;
+        }
+        break;
+      case 'c':
+        if (NAMED(name, "content-length")) {
+          if (length >= 0 || !read_length(value, length)) return false;
+        } else if (NAMED(name, "content-type")) {
+          if (type || !IS(value, "application/json")) return false;
+          type = true;
+        } else if (NAMED(name, "connection")) {
+          if (!NAMED(value, "keep-alive")) return false;
+        } else if (NAMED(name, "content-encoding")) {
+          return false;
+        }
+        break;
+      case 'e':
+        if (NAMED(name, "expect")) return false;
+        break;
+      case 't':
+        if (NAMED(name, "transfer-encoding") || NAMED(name, "traceparent") ||
+            NAMED(name, "tracestate"))
+          return false;
+        break;
+      case 'x':
+        if (NAMED(name, "x-session-id") || NAMED(name, "x-request-id")) return false;
+        break;
+      default:
+        break;
+    }
+  }
+  head.body = at;
+  return host && at - begin <= max_head && length == end - at;
+}
+
+PyObject* scan_request(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "scan_request(data, max_head_bytes, max_fields)");
+    return nullptr;
+  }
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(args[0], &data, &size) < 0) return nullptr;
+  const Py_ssize_t max_head = PyLong_AsSsize_t(args[1]);
+  const Py_ssize_t max_fields = PyLong_AsSsize_t(args[2]);
+  if (PyErr_Occurred()) return nullptr;
+  Head head;
+  Body body;
+  const char* end = data + size;
+  if (!read_request(data, end, max_head, max_fields, head) || !read_body(head.body, end, body))
+    Py_RETURN_NONE;
+  // Path, authorization and model, by lines: none of them has one in it.
+  const bool has_key = head.authorization.begin != nullptr;
+  const Py_ssize_t key_size = head.path_size + 1 + (has_key ? 1 + head.authorization.size() : 0) +
+                              1 + body.model.size();
+  PyObject* key = PyBytes_FromStringAndSize(nullptr, key_size);
+  if (key == nullptr) return nullptr;
+  char* to = PyBytes_AsString(key);
+  const auto put = [&to](const char* from, Py_ssize_t bytes) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    to += bytes;
+  };
+  put(head.path, head.path_size);
+  put("\n", 1);
+  if (has_key) {
+    put("=", 1);
+    put(head.authorization.begin, head.authorization.size());
+  }
+  put("\n", 1);
+  put(body.model.begin, body.model.size());
+  const Py_ssize_t prompt = body.seen & kMessages ? body.messages : body.prompt;
+  const long most =
+      body.seen & kMaxCompletionTokens ? body.max_completion_tokens : body.max_tokens;
+  return Py_BuildValue("(NnlOnnn)", key, prompt, most, body.stream ? Py_True : Py_False,
+                       static_cast<Py_ssize_t>(head.body - data),
+                       static_cast<Py_ssize_t>(body.model.begin - 1 - data),
+                       static_cast<Py_ssize_t>(body.model.end + 1 - data));
+}
+
+// Fields of an answer that are of its connection, or the router's to say.
+bool is_passed_on(Slice name) {
+  switch (lower(*name.begin)) {
+    case 'k':
+      return !NAMED(name, "keep-alive");
+    case 'c':
+      return !NAMED(name, "connection");
+    case 's':
+      return !NAMED(name, "server");
+    case 'p':
+      return !(NAMED(name, "proxy-authenticate") || NAMED(name, "proxy-authentication-info") ||
+               NAMED(name, "proxy-connection"));
+    case 't':
+      return !(NAMED(name, "te") || NAMED(name, "trailer") || NAMED(name, "transfer-encoding"));
+    case 'u':
+      return !NAMED(name, "upgrade");
+    case 'x': {
+      const Slice start{name.begin, name.begin + 8};
+      return !(NAMED(name, "x-request-id") || (name.size() >= 8 && NAMED(start, "x-mural-")));
+    }
+    default:
+      return true;
+  }
+}
+
+PyObject* scan_answer(PyObject*, PyObject* argument) {
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
+  const char* at = data;
+  const char* end = data + size;
+  if (!STARTS(at, end, "HTTP/1.1 200")) Py_RETURN_NONE;
+  if (at < end && *at == ' ') {
+    while (at < end && is_field_byte(static_cast<unsigned char>(*at))) ++at;
+  }
+  if (end - at < 2 || at[0] != '\r' || at[1] != '\n') Py_RETURN_NONE;
+  at += 2;
+  constexpr Py_ssize_t kMaxPassed = 2048;
+  char passed[kMaxPassed];
+  Py_ssize_t used = 0, length = -1;
+  bool digest = false;
+  for (;;) {
+    if (end - at >= 2 && at[0] == '\r' && at[1] == '\n') {
+      at += 2;
+      break;
+    }
+    Slice name, value;
+    const char* line = at;
+    if (!read_field(at, end, name, value)) Py_RETURN_NONE;
+    if (NAMED(name, "content-length")) {
+      if (length >= 0 || !read_length(value, length)) Py_RETURN_NONE;
+    } else if (NAMED(name, "transfer-encoding")) {
+      Py_RETURN_NONE;
+    } else if (NAMED(name, "connection")) {
+      if (!NAMED(value, "keep-alive")) Py_RETURN_NONE;
+    } else if (NAMED(name, "x-mural-digest")) {
+      digest = true;
+    }
+    if (!is_passed_on(name)) continue;
+    // As it came, with the line's end before it.
+    const Py_ssize_t bytes = at - 2 - line;
+    if (used + bytes + 2 > kMaxPassed) Py_RETURN_NONE;
+    std::memcpy(passed + used, "\r\n", 2);
+    std::memcpy(passed + used + 2, line, static_cast<size_t>(bytes));
+    used += bytes + 2;
+  }
+  if (length < 1 || length != end - at) Py_RETURN_NONE;
+  return Py_BuildValue("(y#nO)", passed, used, static_cast<Py_ssize_t>(at - data),
+                       digest ? Py_True : Py_False);
+}
+
+PyMethodDef methods[] = {
+    {"scan_request", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scan_request)),
+     METH_FASTCALL, nullptr},
+    {"scan_answer", scan_answer, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+int fill(PyObject* module) {
+  return PyModule_AddStringConstant(module, "SOURCE_DIGEST", MURAL_SOURCE_DIGEST);
+}
+
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(fill)}, {0, nullptr}};
+
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_scan", nullptr, 0, methods,
+                          slots,                 nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__scan() { return PyModuleDef_Init(&definition); }
