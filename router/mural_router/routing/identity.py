@@ -80,10 +80,9 @@ class Authenticator:
     @property
     def ring(self) -> KeyRing | None:
         """The tenants' keys in force, None where there are none: another with each change."""
-        if self.tenants is None:
-            return None
+        tenants = self.tenants
         try:
-            return self.tenants.ring
+            return None if tenants is None else tenants.ring
         except Unavailable:
             return None
 

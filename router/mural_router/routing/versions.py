@@ -193,6 +193,8 @@ class Versions:
     def resolve_now(self, name: AdapterName, sticky: str | None = None) -> Exact | None:
         """`resolve` where nothing has to be looked up; None: it has."""
         if self._source is None:
+            if self.overlay is None and name.version != LATEST:
+                return Exact(name)
             return self._pick(name, _NOTHING, sticky)
         answer = self._known.get((name.tenant, name.adapter))
         if answer is None or self._clock() - answer.at >= self.settings.ttl_s:
