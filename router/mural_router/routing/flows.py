@@ -38,9 +38,12 @@ MAX_FLOWS: Final = 8_192
 """Remembered; what is found to have none is remembered too."""
 
 
-class Flow(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
+class Flow(msgspec.Struct, eq=False, kw_only=True):
     """A path, a key and an exact version whose adapter one replica holds as its only home."""
 
+    fleet: Fleet
+    """In which that is so."""
+    home: OnlyHome
     principal: Principal
     name: AdapterName
     """As it was asked for."""
@@ -51,9 +54,10 @@ class Flow(msgspec.Struct, frozen=True, eq=False, kw_only=True, gc=False):
     """Its exact name."""
     path: str
     declared: int | None
-    home: OnlyHome
     endpoint: Endpoint
     address: Address
+    held: str | None
+    """The digest of what the replica holds, as far as it says."""
     digest: str | None
     """Which content will serve, as far as is known."""
     cold: bool
@@ -120,10 +124,12 @@ class Flows:
         self._clock = clock
         self._identity = identity
         self._salt = salt
-        self._found: dict[bytes, Flow | None] = {}
+        self._found: dict[bytes, Flow] = {}
+        self._without: set[bytes] = set()
+        """The keys that have none in `_fleet`."""
         self._fleet: Fleet | None = None
-        """This and what follows: what was so when they were found."""
         self._base: Base | None = None
+        """This and what follows: what was so when they were found."""
         self._policy: PlacementPolicy | None = None
         self._ring: KeyRing | None = None
         self._by_options: RoutingOptions | None = None
@@ -133,19 +139,18 @@ class Flows:
         dispatch = self._dispatch
         source = dispatch.source
         if (
-            source.fleet is not self._fleet
-            or self._auth.ring is not self._ring
+            self._auth.ring is not self._ring
             or source.base is not self._base
             or dispatch.policy is not self._policy
             or self.options is not self._by_options
         ):
             self._begin_anew()
-        try:
-            flow = self._found[key]
-        except KeyError:
+        fleet = source.fleet
+        flow = self._found.get(key)
+        if flow is None or (flow.fleet is not fleet and not self._stays(flow, fleet)):
             flow = self._learn(key)
-        if flow is None:
-            return None
+            if flow is None:
+                return None
         # What may change without any of those: the versions, and what is declared.
         try:
             exact = self._versions.resolve_now(flow.name)
@@ -182,13 +187,17 @@ class Flows:
     # -- finding them -----------------------------------------------------------------------------
 
     def _begin_anew(self) -> None:
-        source = self._dispatch.source
-        self._found = {}
-        self._fleet, self._base = source.fleet, source.base
-        self._policy = self._dispatch.policy
+        self._found, self._without = {}, set()
+        self._base, self._policy = self._dispatch.source.base, self._dispatch.policy
         self._ring, self._by_options = self._auth.ring, self.options
 
     def _learn(self, key: bytes) -> Flow | None:
+        fleet = self._dispatch.source.fleet
+        if fleet is not self._fleet:
+            self._fleet, self._without = fleet, set()
+        elif key in self._without:
+            return None
+        self._found.pop(key, None)
         path, sent, model = (part.decode("latin-1") for part in key.split(b"\n"))
         flow = None
         # Without a version it may be the base's name, or one that an admin gave.
@@ -202,10 +211,27 @@ class Flows:
                 if exact is None:
                     return None  # It has to be looked up first.
                 flow = self._flow(path, principal, name, exact)
-        if len(self._found) >= MAX_FLOWS:
+        if len(self._found) + len(self._without) >= MAX_FLOWS:
             self._found.clear()
-        self._found[key] = flow
+            self._without.clear()
+        if flow is None:
+            self._without.add(key)
+        else:
+            self._found[key] = flow
         return flow
+
+    def _stays(self, flow: Flow, fleet: Fleet) -> bool:
+        """Whether it is the same in another fleet: reports come often, and seldom move a home."""
+        home = only_home(flow.adapter, fleet, declared=flow.declared, policy=self._dispatch.policy)
+        if (
+            home is None
+            or home.replica.name != flow.endpoint.name
+            or self._dispatch.source.endpoint(flow.endpoint.name) is not flow.endpoint
+            or self._dispatch.residency(flow.adapter, home.replica) != (flow.held, flow.cold)
+        ):
+            return False
+        flow.fleet, flow.home = fleet, home
+        return True
 
     def _allowed(
         self, authorization: tuple[str, ...], model: str
@@ -228,9 +254,8 @@ class Flows:
             return None  # It is drawn for each request.
         dispatch = self._dispatch
         declared = dispatch.declared_for(name.exact)
-        home = only_home(
-            name.exact, dispatch.source.fleet, declared=declared, policy=dispatch.policy
-        )
+        fleet = dispatch.source.fleet
+        home = only_home(name.exact, fleet, declared=declared, policy=dispatch.policy)
         endpoint = None if home is None else dispatch.source.endpoint(home.replica.name)
         if home is None or endpoint is None:
             return None
@@ -243,6 +268,8 @@ class Flows:
         if digest is not None:
             to_client.append(("x-mural-digest", digest))
         return Flow(
+            fleet=fleet,
+            home=home,
             principal=principal,
             name=name,
             exact=exact,
@@ -250,7 +277,7 @@ class Flows:
             adapter=name.exact,
             path=path,
             declared=declared,
-            home=home,
+            held=held,
             endpoint=endpoint,
             address=endpoint.address,
             digest=digest,
