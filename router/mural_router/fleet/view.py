@@ -165,14 +165,14 @@ class FleetView:
         self._pending = None
         self._published_s = asyncio.get_running_loop().time()
         members = [self._members[name] for name in sorted(self._members)]
-        self.base = (
-            agreed_base(
-                member.report.base
-                for member in members
-                if member.report is not None and not member.stale
-            )
-            or self.base
+        base = agreed_base(
+            member.report.base
+            for member in members
+            if member.report is not None and not member.stale
         )
+        if base is not None and base != self.base:
+            # The same object as long as it is the same: what was decided by it is kept.
+            self.base = base
         self.fleet = Fleet(tuple(member.replica(self.base) for member in members))
         for subscriber in tuple(self._subscribers):
             try:
