@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import sysconfig
 import tempfile
@@ -24,34 +25,7 @@ FLAGS = (
 )
 
 
-def build(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Make the library if it is wanted and can be made; None where there is none."""
-    shared = _shared()
-    wanted = environment.get("MURAL_NATIVE", "")
-    LIBRARY.unlink(missing_ok=True)
-    if wanted == "0":
-        return None
-    headers = sysconfig.get_path("include")
-    if not (Path(headers) / "Python.h").is_file():
-        print("the native reader is left out: Python's headers are not installed", file=sys.stderr)
-        return None
-    try:
-        compiler = shared.find_compiler(environment)
-        digest = shared.load_source_digest()(SOURCES)
-        with tempfile.TemporaryDirectory(prefix="mural-native-") as temporary:
-            made = Path(temporary) / LIBRARY.name
-            source = (f'-DMURAL_SOURCE_DIGEST="{digest}"', "-I", headers, str(SOURCES / "scan.cpp"))
-            shared.call([compiler, *FLAGS, *source, "-shared", "-o", str(made)])
-            LIBRARY.write_bytes(made.read_bytes())
-    except shared.BuildFailed as failure:
-        if wanted == "1":
-            raise
-        print(f"the native reader is left out: {failure}", file=sys.stderr)
-        return None
-    return LIBRARY
-
-
-def _shared() -> ModuleType:
+def _load_shared() -> ModuleType:
     """What the build of the server's operators has for both."""
     path = SOURCES.parents[1] / "server" / "native" / "build.py"
     spec = importlib.util.spec_from_file_location("mural_native_build", path)
@@ -62,5 +36,46 @@ def _shared() -> ModuleType:
     return module
 
 
+shared = _load_shared()
+
+
+def build(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Make the library if it is wanted and can be made; None where there is none.
+
+    Raises ``shared.BuildFailed`` under ``MURAL_NATIVE=1`` alone.
+    """
+    wanted = environment.get("MURAL_NATIVE", "")
+    if wanted == "0":
+        LIBRARY.unlink(missing_ok=True)
+        return None
+    headers = sysconfig.get_path("include")
+    if not (Path(headers) / "Python.h").is_file():
+        LIBRARY.unlink(missing_ok=True)
+        print("the native reader is left out: Python's headers are not installed", file=sys.stderr)
+        return None
+    try:
+        compiler = shared.find_compiler(environment)
+        digest = shared.load_source_digest()(SOURCES)
+        with tempfile.TemporaryDirectory(prefix="mural-native-") as temporary:
+            made = Path(temporary) / LIBRARY.name
+            source = (f'-DMURAL_SOURCE_DIGEST="{digest}"', "-I", headers, str(SOURCES / "scan.cpp"))
+            shared.call([compiler, *FLAGS, *source, "-shared", "-o", str(made)])
+            # Onto a new file in place, so that a process that has the old one mapped keeps it.
+            placed = LIBRARY.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(made, placed)
+            placed.replace(LIBRARY)
+    except shared.BuildFailed as failure:
+        # What was built from other sources would read by other rules than those that stand here.
+        LIBRARY.unlink(missing_ok=True)
+        if wanted == "1":
+            raise
+        print(f"the native reader is left out: {failure}", file=sys.stderr)
+        return None
+    return LIBRARY
+
+
 if __name__ == "__main__":
-    build()
+    try:
+        build()
+    except shared.BuildFailed as failure:
+        sys.exit(f"the native reader could not be built: {failure}")

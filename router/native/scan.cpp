@@ -17,6 +17,7 @@ constexpr int kMaxDepth = 64;
 constexpr Py_ssize_t kMaxAuthorization = 512;
 constexpr Py_ssize_t kMaxModel = 512;
 constexpr int kMaxDigits = 9;
+constexpr Py_ssize_t kMaxAnswerHead = 16384;  // much below what http/upstream.py takes
 
 struct Slice {
   const char* begin = nullptr;
@@ -170,10 +171,14 @@ struct Json {
         if (end - at < 4) return false;
         for (int i = 0; i < 4; ++i)
           if (!is_hex(at[i])) return false;
-        // Halves of pairs need a look at what follows.
-        if (lower(at[0]) == 'd' && lower(at[1]) >= '8') return false;
-        // A letter of a key that is looked for, in disguise.
-        if (at[0] == '0' && at[1] == '0' && (at[2] == '6' || at[2] == '7')) return false;
+        if (lower(at[0]) == 'd' && lower(at[1]) >= '8') {
+          // The first half of a pair, and the second after it; else it is no text.
+          if (lower(at[1]) >= 'c' || end - at < 10 || at[4] != '\\' || at[5] != 'u') return false;
+          for (int i = 6; i < 10; ++i)
+            if (!is_hex(at[i])) return false;
+          if (lower(at[6]) != 'd' || lower(at[7]) < 'c') return false;
+          at += 6;
+        }
         at += 4;
       } else if (std::strchr("\"\\/bfnrt", escape) == nullptr || escape == 0) {
         return false;
@@ -357,6 +362,8 @@ bool read_body(const char* at, const char* end, Body& body) {
   const char* first = FIND(at, end, "\"model\"");
   if (FIND(first + 1, end, "\"model\"") != nullptr) return false;
   if (FIND(at, end, "\"stream_options\"") || FIND(at, end, "\"cache_salt\"")) return false;
+  // What may be a letter of "model" in disguise has the body written anew, even in a prompt.
+  if (FIND(at, end, "\\u006")) return false;
   return is_utf8(reinterpret_cast<const unsigned char*>(at),
                  reinterpret_cast<const unsigned char*>(end));
 }
@@ -451,8 +458,9 @@ PyObject* scan_request(PyObject*, PyObject* const* args, Py_ssize_t count) {
   Py_ssize_t size;
   if (PyBytes_AsStringAndSize(args[0], &data, &size) < 0) return nullptr;
   const Py_ssize_t max_head = PyLong_AsSsize_t(args[1]);
+  if (max_head == -1 && PyErr_Occurred()) return nullptr;
   const Py_ssize_t max_fields = PyLong_AsSsize_t(args[2]);
-  if (PyErr_Occurred()) return nullptr;
+  if (max_fields == -1 && PyErr_Occurred()) return nullptr;
   Head head;
   Body body;
   const char* end = data + size;
@@ -503,8 +511,8 @@ bool is_passed_on(Slice name) {
     case 'u':
       return !NAMED(name, "upgrade");
     case 'x': {
-      const Slice start{name.begin, name.begin + 8};
-      return !(NAMED(name, "x-request-id") || (name.size() >= 8 && NAMED(start, "x-mural-")));
+      if (name.size() >= 8 && NAMED((Slice{name.begin, name.begin + 8}), "x-mural-")) return false;
+      return !NAMED(name, "x-request-id");
     }
     default:
       return true;
@@ -552,7 +560,7 @@ PyObject* scan_answer(PyObject*, PyObject* argument) {
     std::memcpy(passed + used + 2, line, static_cast<size_t>(bytes));
     used += bytes + 2;
   }
-  if (length < 1 || length != end - at) Py_RETURN_NONE;
+  if (length < 1 || length != end - at || at - data > kMaxAnswerHead) Py_RETURN_NONE;
   return Py_BuildValue("(y#nO)", passed, used, static_cast<Py_ssize_t>(at - data),
                        digest ? Py_True : Py_False);
 }

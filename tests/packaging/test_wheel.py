@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import zipfile
 from pathlib import Path
@@ -45,7 +48,28 @@ def test_the_sdist_holds_no_generated_files(built: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
-    assert not [name for name in names if "__pycache__" in name or ".venv" in name]
+    generated = ("__pycache__", ".venv", ".so")
+    assert not [name for name in names if any(part in name for part in generated)]
+
+
+@pytest.mark.skipif(
+    os.environ.get("MURAL_NATIVE") == "0"
+    or not any(map(shutil.which, [os.environ.get("CXX") or "g++", "clang++", "c++"]))
+    or not Path(sysconfig.get_path("include"), "Python.h").is_file(),
+    reason="nothing native is built here",
+)
+def test_the_wheel_holds_the_routers_reader_and_it_loads(built: Path, tmp_path: Path) -> None:
+    [wheel] = built.glob("*.whl")
+    assert wheel.name.startswith("mural-0.1.0-py3-none-linux_")
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r});"
+        "from mural_router.http import _scan, scan;"
+        "assert scan.plain_request is _scan.scan_request; print(_scan.__file__)"
+    )
+    run = [sys.executable, "-I", "-c", code]
+    out = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert out.strip() == str(tmp_path / "mural_router" / "http" / "_scan.abi3.so")
 
 
 def test_the_wheel_runs_from_where_it_was_put(built: Path, tmp_path: Path) -> None:
