@@ -133,6 +133,7 @@ class ReplicaConnection(Watched):
 
     def hand_over(self, caller: Caller) -> None:
         """Tell another caller from now on."""
+        self._first = None
         if self._caller is not None:
             self._caller = caller
 

@@ -211,10 +211,14 @@ def choose(
 class OnlyHome(NamedTuple):
     """The one replica that is an adapter's home and holds it, where any may be chosen.
 
-    For as long as the fleet, the policy and what is declared are the same.
+    For as long as the fleet, the policy and what is declared are the same. It holds no part of the
+    fleet, which would stay in memory with it.
     """
 
-    replica: Replica
+    place: int
+    """Its position among the fleet's replicas."""
+    name: str
+    weight: float
     room: float
     """As `room_of`."""
     light: float
@@ -224,14 +228,13 @@ class OnlyHome(NamedTuple):
 
     def takes_one_more(self, loads: Loads) -> bool:
         """Whether `choose` gives it a request of one sequence."""
-        replica = self.replica
-        load = loads.by_name.get(replica.name, 0.0)
+        load = loads.by_name.get(self.name, 0.0)
         if load >= self.room:
             return False
         if load < self.light:
             return True
         per_weight = _per_weight(self.load_bound, loads.total + 1, self.fleet_weight)
-        return load < ceil(per_weight * replica.weight)
+        return load < ceil(per_weight * self.weight)
 
 
 def only_home(
@@ -245,9 +248,12 @@ def only_home(
     homes = _homes(PlacementRequest(adapter), adapter, fleet, declared, policy)
     if len(homes.resident) != 1:
         return None
-    replica = fleet.replicas[homes.resident[0]]
+    place = homes.resident[0]
+    replica = fleet.replicas[place]
     return OnlyHome(
-        replica,
+        place,
+        replica.name,
+        replica.weight,
         room_of(replica, policy),
         _light(replica, policy),
         policy.load_bound,

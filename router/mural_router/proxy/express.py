@@ -19,7 +19,7 @@ from mural_router.http.head import ResponseHead, parse_request_head
 from mural_router.http.scan import PlainRequest, plain_answer, plain_request
 from mural_router.http.settings import HttpSettings
 from mural_router.http.upstream import Caller, ReplicaConnection, ReplicaPool
-from mural_router.proxy.relay import InferenceRelay, Sent, ask_of
+from mural_router.proxy.relay import InferenceRelay, Sent, ask_of, refusal_of
 from mural_router.proxy.usage import find_usage
 from mural_router.routing.ask import Ask, Outcome, Routing, new_request_id
 from mural_router.routing.flows import Express, Flow, FlowRequest
@@ -75,7 +75,7 @@ class ExpressLane:
             request = self._flows.admit(
                 flow, prompt_bytes, None if max_tokens < 0 else max_tokens, stream
             )
-        except MuralError as error:
+        except Exception as error:
             self.pool.put_back(replica)
             return _Refused(self, connection, data, body_at, flow, error)
         if request is None:
@@ -97,11 +97,12 @@ class _Express(WholeExchange):
         """Become what it would be if it had been read; give what routing would be asked."""
         self.head = parse_request_head(self._data[: self._body_at], self._lane.max_fields)
         self.body = self._data[self._body_at :]
+        self._data = b""
         return msgspec.structs.replace(ask_of(self), request_id=request_id)
 
 
 class _Refused(_Express):
-    """A request that its tenant's limits refuse."""
+    """A request that its tenant's limits refuse, or cannot be asked about."""
 
     __slots__ = ("_error", "_flow")
 
@@ -112,7 +113,7 @@ class _Refused(_Express):
         data: bytes,
         body_at: int,
         flow: Flow,
-        error: MuralError,
+        error: Exception,
     ) -> None:
         super().__init__(connection, _PLAIN, monotonic())
         self._lane, self._data, self._body_at = lane, data, body_at
@@ -121,7 +122,7 @@ class _Refused(_Express):
     def begin(self) -> None:
         ask = self._read(new_request_id())
         self._lane.unfolding.refuse(self._flow, ask, self._error)
-        self.fail(self._error, ask.own_headers)
+        self.fail(refusal_of(self._error), ask.own_headers)
 
 
 class _Carried(_Express, Caller):

@@ -27,7 +27,7 @@ from mural_router.routing.ask import (
     request_id_of,
 )
 
-__all__ = ["InferenceRelay", "Relay", "Sent", "ask_of"]
+__all__ = ["InferenceRelay", "Relay", "Sent", "ask_of", "refusal_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +61,14 @@ def ask_of(exchange: Exchange) -> Ask:
         query=head.query,
         request_id=request_id_of(headers),
     )
+
+
+def refusal_of(error: Exception) -> MuralError:
+    """What a client is told for what routing raised."""
+    if isinstance(error, MuralError):
+        return error
+    _log.error("a request could not be routed", exc_info=error)
+    return MuralError("The router failed to answer this request.")
 
 
 class Sent(NamedTuple):
@@ -148,10 +156,7 @@ class Relay(Caller, Reader):
         self._task = None
 
     def _refuse(self, error: Exception) -> None:
-        if not isinstance(error, MuralError):
-            _log.error("a request could not be routed", exc_info=error)
-            error = MuralError("The router failed to answer this request.")
-        self._exchange.fail(error, self._ask.own_headers)
+        self._exchange.fail(refusal_of(error), self._ask.own_headers)
 
     async def _attempt(self, routed: Routed) -> None:
         """Find a connection and send; what comes of it is told to the methods of `Caller`."""

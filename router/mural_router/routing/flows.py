@@ -27,6 +27,7 @@ from mural_router.routing.ask import Ask, Outcome, Routed, new_request_id
 from mural_router.routing.dispatch import Attempt, Dispatch
 from mural_router.routing.identity import Authenticator, Headers
 from mural_router.routing.inspect_body import model_value
+from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.options import RoutingOptions
 from mural_router.routing.retry import RetryBudget
 from mural_router.routing.target import Target, target_of
@@ -41,8 +42,8 @@ MAX_FLOWS: Final = 8_192
 class Flow(msgspec.Struct, eq=False, kw_only=True):
     """A path, a key and an exact version whose adapter one replica holds as its only home."""
 
-    fleet: Fleet
-    """In which that is so."""
+    fleet: int
+    """The last in which that was found so, by its number: a flow keeps no old fleet in memory."""
     home: OnlyHome
     principal: Principal
     name: AdapterName
@@ -78,8 +79,8 @@ class Unfolding(Protocol):
     def unfold(self, request: FlowRequest, ask: Ask) -> Routed:
         """Go on with an admitted one; it holds what it held."""
 
-    def refuse(self, flow: Flow, ask: Ask, error: MuralError) -> None:
-        """Note one that its tenant's limits refuse."""
+    def refuse(self, flow: Flow, ask: Ask, error: Exception) -> None:
+        """Note one that its tenant's limits refuse, or that could not be asked about."""
 
     def finish(self, request: FlowRequest, outcome: Outcome) -> None:
         """Note one that was answered well."""
@@ -108,6 +109,7 @@ class Flows:
         queue: FairQueue[Attempt],
         dispatch: Dispatch,
         budget: RetryBudget,
+        metrics: RouterMetrics,
         options: RoutingOptions,
         clock: Callable[[], float],
         identity: Callable[[Principal, str | None, Endpoint], Headers],
@@ -121,6 +123,7 @@ class Flows:
         self._queue = queue
         self._dispatch = dispatch
         self._budget = budget
+        self._metrics = metrics
         self._clock = clock
         self._identity = identity
         self._salt = salt
@@ -128,6 +131,8 @@ class Flows:
         self._without: set[bytes] = set()
         """The keys that have none in `_fleet`."""
         self._fleet: Fleet | None = None
+        self._number = 0
+        """Of `_fleet`."""
         self._base: Base | None = None
         """This and what follows: what was so when they were found."""
         self._policy: PlacementPolicy | None = None
@@ -146,9 +151,16 @@ class Flows:
         ):
             self._begin_anew()
         fleet = source.fleet
+        if fleet is not self._fleet:
+            self._fleet, self._number, self._without = fleet, self._number + 1, set()
         flow = self._found.get(key)
-        if flow is None or (flow.fleet is not fleet and not self._stays(flow, fleet)):
-            flow = self._learn(key)
+        if (
+            flow is None
+            # It may have left, or moved, before a fleet says so.
+            or source.endpoint(flow.endpoint.name) is not flow.endpoint
+            or (flow.fleet != self._number and not self._stays(flow, fleet))
+        ):
+            flow = self._learn(key, fleet)
             if flow is None:
                 return None
         # What may change without any of those: the versions, and what is declared.
@@ -179,9 +191,11 @@ class Flows:
         hold = self._limiter.enter_now(flow.principal, 1, tokens)
         if hold is None:
             return None
-        now = self._clock()
+        now, name, metrics = self._clock(), flow.endpoint.name, self._metrics
         self._budget.request(now)
-        dispatch.ledger.add(flow.endpoint.name, 1)
+        dispatch.ledger.add(name, 1)
+        metrics.choices["resident"] += 1
+        metrics.replica(name).attempts += 1
         return FlowRequest(flow, hold, stream, now, new_request_id())
 
     # -- finding them -----------------------------------------------------------------------------
@@ -191,11 +205,8 @@ class Flows:
         self._base, self._policy = self._dispatch.source.base, self._dispatch.policy
         self._ring, self._by_options = self._auth.ring, self.options
 
-    def _learn(self, key: bytes) -> Flow | None:
-        fleet = self._dispatch.source.fleet
-        if fleet is not self._fleet:
-            self._fleet, self._without = fleet, set()
-        elif key in self._without:
+    def _learn(self, key: bytes, fleet: Fleet) -> Flow | None:
+        if key in self._without:
             return None
         self._found.pop(key, None)
         path, sent, model = (part.decode("latin-1") for part in key.split(b"\n"))
@@ -210,7 +221,7 @@ class Flows:
                     exact = None
                 if exact is None:
                     return None  # It has to be looked up first.
-                flow = self._flow(path, principal, name, exact)
+                flow = self._flow(path, principal, name, exact, fleet)
         if len(self._found) + len(self._without) >= MAX_FLOWS:
             self._found.clear()
             self._without.clear()
@@ -225,13 +236,15 @@ class Flows:
         home = only_home(flow.adapter, fleet, declared=flow.declared, policy=self._dispatch.policy)
         if (
             home is None
-            or home.replica.name != flow.endpoint.name
-            or self._dispatch.source.endpoint(flow.endpoint.name) is not flow.endpoint
-            or self._dispatch.residency(flow.adapter, home.replica) != (flow.held, flow.cold)
+            or home.name != flow.endpoint.name
+            or self._residency(flow.adapter, home, fleet) != (flow.held, flow.cold)
         ):
             return False
-        flow.fleet, flow.home = fleet, home
+        flow.fleet, flow.home = self._number, home
         return True
+
+    def _residency(self, adapter: str, home: OnlyHome, fleet: Fleet) -> tuple[str | None, bool]:
+        return self._dispatch.residency(adapter, fleet.replicas[home.place])
 
     def _allowed(
         self, authorization: tuple[str, ...], model: str
@@ -248,19 +261,18 @@ class Flows:
         return principal, name
 
     def _flow(
-        self, path: str, principal: Principal, name: AdapterName, exact: Exact
+        self, path: str, principal: Principal, name: AdapterName, exact: Exact, fleet: Fleet
     ) -> Flow | None:
         if exact.alias is not None:
             return None  # It is drawn for each request.
         dispatch = self._dispatch
         declared = dispatch.declared_for(name.exact)
-        fleet = dispatch.source.fleet
         home = only_home(name.exact, fleet, declared=declared, policy=dispatch.policy)
-        endpoint = None if home is None else dispatch.source.endpoint(home.replica.name)
+        endpoint = None if home is None else dispatch.source.endpoint(home.name)
         if home is None or endpoint is None:
             return None
         target = target_of(exact)
-        held, cold = dispatch.residency(name.exact, home.replica)
+        held, cold = self._residency(name.exact, home, fleet)
         digest = held or target.digest
         salt = self._salt(principal, endpoint.engine)
         to_replica = self._identity(principal, target.digest, endpoint)
@@ -268,7 +280,7 @@ class Flows:
         if digest is not None:
             to_client.append(("x-mural-digest", digest))
         return Flow(
-            fleet=fleet,
+            fleet=self._number,
             home=home,
             principal=principal,
             name=name,

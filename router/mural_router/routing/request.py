@@ -160,7 +160,9 @@ class RoutedRequest:
         budget: RetryBudget,
         identity: Identity,
         clock: Callable[[], float],
+        sent: bool = False,
     ) -> None:
+        """``sent``: it was sent to the replica of its turn, and counted, before."""
         self._body_for = body_for
         self.stream = stream
         self.hide_usage = hide_usage
@@ -172,6 +174,8 @@ class RoutedRequest:
         self._clock = clock
         self._tried: frozenset[str] = frozenset()
         self._done = False
+        if not sent:
+            self._count(admitted.turn.seat)
         self._go_to(admitted.turn.seat)
 
     def may_retry(self, status: int, mark: str | None) -> bool:
@@ -209,6 +213,7 @@ class RoutedRequest:
             metrics.retries["replicas"] += 1
             return False
         metrics.retries["made"] += 1
+        self._count(taken)
         self._go_to(taken)
         return True
 
@@ -235,6 +240,11 @@ class RoutedRequest:
             turn.settle(used)
         hold.close()
 
+    def _count(self, attempt: Attempt) -> None:
+        metrics = self._story.metrics
+        metrics.choices[attempt.reason] += 1
+        metrics.replica(attempt.endpoint.name).attempts += 1
+
     def _go_to(self, attempt: Attempt) -> None:
         story, target = self._story, self._admitted.target
         self._attempt = attempt
@@ -243,8 +253,6 @@ class RoutedRequest:
         story.replica, story.reason = attempt.endpoint.name, attempt.reason
         story.digest = attempt.digest or target.digest
         story.attempts += 1
-        story.metrics.choices[attempt.reason] += 1
-        story.metrics.replica(attempt.endpoint.name).attempts += 1
         request_id = ("x-request-id", story.request_id)
         self.request_headers = (
             *self._identity(attempt.endpoint),

@@ -98,6 +98,7 @@ class FleetRouting(Unfolding):
             queue=queue,
             dispatch=dispatch,
             budget=budget,
+            metrics=metrics,
             options=options,
             clock=clock,
             identity=self._identity,
@@ -213,6 +214,8 @@ class FleetRouting(Unfolding):
         placement: PlacementRequest,
         hold: Hold,
         turn: Turn[Attempt],
+        *,
+        sent: bool = False,
     ) -> Routed:
         body = asked.body
         return RoutedRequest(
@@ -225,6 +228,7 @@ class FleetRouting(Unfolding):
             budget=self.budget,
             identity=partial(self._identity, asked.principal, target.digest),
             clock=self._clock,
+            sent=sent,
         )
 
     def _placement(self, asked: _Asked, target: Target) -> PlacementRequest:
@@ -271,28 +275,28 @@ class FleetRouting(Unfolding):
         asked = self._asked(ask, story, flow.principal)
         attempt = Attempt(flow.endpoint, 1, "resident", flow.digest, flow.cold)
         placement = self._placement(asked, flow.target)
-        return self._routed(asked, flow.target, placement, request.hold, Turn(attempt, 0.0, None))
+        turn = Turn(attempt, 0.0, None)
+        return self._routed(asked, flow.target, placement, request.hold, turn, sent=True)
 
-    def refuse(self, flow: Flow, ask: Ask, error: MuralError) -> None:
+    def refuse(self, flow: Flow, ask: Ask, error: Exception) -> None:
         story = self._begin(ask)
         story.principal, story.target = flow.principal, flow.target
+        story.stream = inspect_body(ask.body).stream
         self._ended(story, error)
 
     def finish(self, request: FlowRequest, outcome: Outcome) -> None:
-        flow, hold, metrics = request.flow, request.hold, self.metrics
+        flow, hold = request.flow, request.hold
         if outcome.prompt_tokens is not None:
             hold.settle(outcome.prompt_tokens + (outcome.completion_tokens or 0))
         hold.close()
         name = flow.endpoint.name
         self.dispatch.left(name, request)
-        metrics.choices["resident"] += 1
-        metrics.replica(name).attempts += 1
         Story(
             request_id=request.request_id,
             path=flow.path,
             arrived=request.arrived,
             clock=self._clock,
-            metrics=metrics,
+            metrics=self.metrics,
             log=self._log,
             trace=None,
             passed_on=(),

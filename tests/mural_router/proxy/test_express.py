@@ -1,0 +1,1367 @@
+"""With and without the express way a client, a replica and the router's own books see the same.
+
+Each scenario is played twice over real sockets, and all that can be observed is compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from mural_resolvers.names import AdapterName, parse_name
+from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
+from mural_resolvers.tenants.keys import hash_secret
+from mural_resolvers.versions import AliasTarget
+from mural_router.fleet.endpoint import Endpoint, Engine
+from mural_router.http.chunks import LAST_CHUNK, chunk
+from mural_router.http.scan import plain_request
+from mural_router.http.settings import HttpSettings
+from mural_router.limits.local import LocalLimiter
+from mural_router.limits.queue import FairQueue
+from mural_router.placement import Base, Fleet, PlacementPolicy, Replica, Residency
+from mural_router.proxy import Proxy, start
+from mural_router.routing.access_log import AccessLog
+from mural_router.routing.breaker import Breakers, BreakerSettings
+from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.identity import Authenticator
+from mural_router.routing.metrics import RouterMetrics
+from mural_router.routing.options import RoutingOptions
+from mural_router.routing.retry import RetryBudget, RetrySettings
+from mural_router.routing.router import FleetRouting
+from mural_router.routing.versions import AliasOverlay, KnownVersions, Versions, VersionSource
+
+pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")
+
+BOUND_S = 10.0
+SECRET = "s" * 43
+DIGEST = "d" * 64
+UNLIMITED = TenantLimits()
+HTTP = HttpSettings(port=0)
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENTS = CHUNKED % b"text/event-stream"
+ANSWER = b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":5}}'
+USAGE_EVENT = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5}}\n\n'
+DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def whole(body: bytes = ANSWER, status: str = "200 OK", *fields: str) -> bytes:
+    lines = "".join(f"{line}\r\n" for line in ("content-type: application/json", *fields))
+    return f"HTTP/1.1 {status}\r\n{lines}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+def bearer(key_id: str) -> str:
+    return f"authorization: Bearer mural_{key_id}_{SECRET}"
+
+
+ACME, GLOBEX, ADMIN = "acme0000", "globex00", "authorization: Bearer the-admin-key"
+
+
+@dataclass
+class Turn:
+    """A request as a replica got it, and the connection to answer on."""
+
+    raw: bytes
+    writer: asyncio.StreamWriter
+    reader: asyncio.StreamReader
+
+    async def send(self, *pieces: bytes) -> None:
+        for piece in pieces:
+            self.writer.write(piece)
+            await self.writer.drain()
+            # The other end reads each by itself: both are in this loop.
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+    async def until_closed(self) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while await self.reader.read(65536):
+                pass
+
+
+Script = Callable[[Turn], Awaitable[None]]
+
+
+def says(*pieces: bytes) -> Script:
+    async def script(turn: Turn) -> None:
+        await turn.send(*pieces)
+
+    return script
+
+
+async def lose(turn: Turn) -> None:
+    turn.writer.transport.abort()
+
+
+def answers_after(go: asyncio.Event) -> Script:
+    async def script(turn: Turn) -> None:
+        await go.wait()
+        await turn.send(whole())
+
+    return script
+
+
+async def silence(turn: Turn) -> None:
+    await turn.until_closed()
+
+
+class ScriptedReplica:
+    """Plays ``next`` one after another, then ``usual``."""
+
+    def __init__(self) -> None:
+        self.usual = says(whole())
+        self.next: list[Script] = []
+        self.got: list[bytes] = []
+        self.connections = 0
+        self._writers: set[asyncio.StreamWriter] = set()
+
+    async def listen(self, name: str, engine: Engine) -> Endpoint:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return Endpoint(name, "127.0.0.1", port, engine=engine)
+
+    def close(self) -> None:
+        self._server.close()
+        self.drop()
+
+    def drop(self) -> None:
+        """Close all connections."""
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        self._writers.add(writer)
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"content-length: (\d+)", head)
+                assert length is not None
+                body = await reader.readexactly(int(length[1]))
+                self.got.append(head + body)
+                script = self.next.pop(0) if self.next else self.usual
+                await script(Turn(head + body, writer, reader))
+                if writer.is_closing():
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._writers.discard(writer)
+            writer.close()
+
+
+class Client:
+    """A connection to the proxy; ``seen`` is told what comes back."""
+
+    def __init__(
+        self, seen: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self.seen, self.reader, self.writer = seen, reader, writer
+
+    def send(self, *pieces: bytes) -> None:
+        self.writer.writelines(pieces)
+
+    async def answer(self) -> bytes:
+        """One whole answer; 1xx before it included."""
+        async with asyncio.timeout(BOUND_S):
+            got = await self.reader.readuntil(b"\r\n\r\n")
+            if b"\r\ntransfer-encoding: chunked\r\n" in got:
+                while True:
+                    line = await self.reader.readuntil(b"\r\n")
+                    got += line + await self.reader.readexactly(int(line, 16) + 2)
+                    if line == b"0\r\n":
+                        break
+            else:
+                length = re.search(rb"content-length: (\d+)", got)
+                assert length is not None, got
+                got += await self.reader.readexactly(int(length[1]))
+        self.seen.append(got)
+        return got
+
+    async def rest(self) -> bytes:
+        """Until the proxy closes the connection."""
+        got = b""
+        async with asyncio.timeout(BOUND_S):
+            try:
+                while data := await self.reader.read(65536):
+                    got += data
+            except ConnectionResetError:
+                got += b" and a reset"
+        self.seen.append(got + b" and the end")
+        return got
+
+    def leave(self) -> None:
+        self.writer.transport.abort()
+
+
+def request(
+    model: str = "acme:v1",
+    *fields: str,
+    key: str | None = bearer(ACME),
+    path: str = "/v1/completions",
+    **members: object,
+) -> bytes:
+    body = json.dumps({"model": model, "prompt": "hi", "max_tokens": 16, **members}).encode()
+    lines = [*fields, *([] if key is None else [key]), "content-type: application/json"]
+    text = "".join(f"{line}\r\n" for line in lines)
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\n{text}content-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def held(*names: str, **options: object) -> dict[str, Residency]:
+    options = {"level": "slot", "digest": DIGEST, "rank": 4, **options}
+    return {parse_name(name).exact: Residency(**options) for name in names}  # type: ignore[arg-type] # fields by name
+
+
+@dataclass(kw_only=True)
+class Setting:
+    """What a scenario begins with."""
+
+    engine: Engine = "mural"
+    replicas: tuple[dict[str, Residency], ...] = (held("acme:v1", "globex:v4"), {})
+    limits: TenantLimits = UNLIMITED
+    auth: str = "keys"
+    http: HttpSettings = HTTP
+    source: VersionSource | None = None
+    limiter: Callable[[], object] | None = None
+    queue_wait_s: float = 0.05
+    warm: bool = True
+
+
+class Ring:
+    """Keys that a test can change."""
+
+    def __init__(self, *keys: StoredKey) -> None:
+        self.ring = KeyRing(keys)
+
+    def without(self, key_id: str) -> None:
+        self.ring = KeyRing(key for key in self.ring.values() if key.key_id != key_id)
+
+
+class Source:
+    """A fleet that a test can change."""
+
+    def __init__(self) -> None:
+        self.base = Base(("tiny",), "")
+        self.fleet = Fleet()
+        self.endpoints: dict[str, Endpoint] = {}
+        self.suspected: list[str] = []
+        self._told: list[Callable[[Fleet], None]] = []
+
+    def set(self, *replicas: Replica) -> None:
+        self.fleet = Fleet(replicas)
+        for told in self._told:
+            told(self.fleet)
+
+    def endpoint(self, name: str) -> Endpoint | None:
+        return self.endpoints.get(name)
+
+    def suspect(self, name: str) -> None:
+        self.suspected.append(name)
+
+    def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]:
+        self._told.append(callback)
+        return lambda: self._told.remove(callback)
+
+
+class Here:
+    """Everything of one playing of a scenario."""
+
+    proxy: Proxy
+
+    def __init__(self, setting: Setting, *, express: bool) -> None:
+        self.express = express
+        self.setting = setting
+        self.now = 1000.0
+        self.source = Source()
+        self.replicas: dict[str, ScriptedReplica] = {}
+        self.declared: dict[str, int] = {}
+        self.seen: list[bytes] = []
+        self.used: list[str] = []
+        self.lines: list[dict[str, object]] = []
+        self.today = datetime(2026, 1, 1, tzinfo=UTC)
+        self._clients: list[Client] = []
+
+    async def begin(self) -> None:
+        setting, source = self.setting, self.source
+        made = []
+        for name, adapters in zip("abcdef", setting.replicas, strict=False):
+            self.replicas[name] = ScriptedReplica()
+            source.endpoints[name] = await self.replicas[name].listen(name, setting.engine)
+            reports = setting.engine == "mural"
+            sizes = {"slots": 4, "max_num_seqs": 4, "max_lora_rank": 8} if reports else {}
+            made.append(Replica(name, adapters=adapters, reports=reports, **sizes))
+        self._authorities = {
+            name: endpoint.authority.encode() for name, endpoint in source.endpoints.items()
+        }
+        source.set(*made)
+        acme = Principal(tenant="acme", key_id=ACME, weight=2.0, limits=setting.limits)
+        expiring = replace(acme, key_id="acmeexpires")
+        globex = Principal(tenant="globex", key_id=GLOBEX)
+        hashed = hash_secret(SECRET)
+        self.keys = Ring(
+            StoredKey(ACME, hashed, acme),
+            StoredKey("acmeexpires", hashed, expiring, self.today + timedelta(days=1)),
+            StoredKey(GLOBEX, hashed, globex),
+        )
+        self.queue: FairQueue[Attempt] = FairQueue(clock=self.clock)
+        self.metrics = RouterMetrics(clock=self.clock)
+        self.limiter = (setting.limiter or (lambda: LocalLimiter(self.clock)))()
+        self.breakers = Breakers(BreakerSettings(failures=2), draw=lambda: 0.5)
+        self.versions = Versions(setting.source, clock=self.clock, draw=lambda: 0.0)
+        self.log = AccessLog(flush_s=60, write=self._write)
+        self.dispatch = Dispatch(
+            source,
+            self.breakers,
+            self.metrics,
+            policy=PlacementPolicy(),
+            clock=self.clock,
+            freed=self.queue.pump,
+            declared=lambda name: self.declared.get(name),
+        )
+        self.budget = RetryBudget(RetrySettings())
+        self.routing = FleetRouting(
+            auth=Authenticator(
+                setting.auth,  # type: ignore[arg-type] # one of two texts
+                admin_keys=["the-admin-key"],
+                tenants=self.keys,
+                clock=lambda: self.today,
+            ),
+            versions=self.versions,
+            limiter=self.limiter,  # type: ignore[arg-type] # or a test's own
+            queue=self.queue,
+            dispatch=self.dispatch,
+            budget=self.budget,
+            metrics=self.metrics,
+            log=self.log,
+            tracing=None,
+            options=RoutingOptions(
+                queue_wait_s=setting.queue_wait_s, router_token="token-1", vllm_api_key="pod-1"
+            ),
+            clock=self.clock,
+        )
+        for name, word in (("finish", "whole"), ("unfold", "unfolded"), ("refuse", "refused")):
+            setattr(self.routing, name, self._noting(word, getattr(self.routing, name)))
+        if not self.express:
+            self.routing.express = None
+        self.proxy = await start(setting.http, self.routing, version="1")
+        if setting.warm:
+            await self.ask(key=ADMIN if setting.auth == "keys" else None)
+            self.used.clear()
+
+    def clock(self) -> float:
+        return self.now
+
+    def _noting(self, word: str, call: Callable[..., object]) -> Callable[..., object]:
+        def noted(*arguments: object) -> object:
+            self.used.append(word)
+            return call(*arguments)
+
+        return noted
+
+    def _write(self, data: bytes) -> None:
+        self.lines += [json.loads(line) for line in data.splitlines()]
+
+    @property
+    def server(self) -> object:
+        return self.proxy._server  # type: ignore[attr-defined]
+
+    async def client(self) -> Client:
+        streams = await asyncio.open_connection("127.0.0.1", self.proxy.port, limit=1 << 22)
+        self._clients.append(Client(self.seen, *streams))
+        return self._clients[-1]
+
+    async def ask(self, model: str = "acme:v1", *fields: str, **members: object) -> bytes:
+        """One request on a connection of its own."""
+        client = await self.client()
+        client.send(request(model, *fields, **members))  # type: ignore[arg-type] # members of any type
+        return await client.answer()
+
+    def plays(self, *scripts: Script, replica: str = "a") -> None:
+        self.replicas[replica].next += scripts
+
+    def replica(self, name: str, **changes: object) -> None:
+        """Change what one of them says."""
+        self.source.set(
+            *(
+                replace(each, report=each.report + 1, **changes) if each.name == name else each  # type: ignore[arg-type] # fields by name
+                for each in self.source.fleet.replicas
+            )
+        )
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while not so():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.001)
+
+    async def at_rest(self) -> None:
+        await self.until(lambda: self.proxy.state().requests == 0)
+
+    async def end(self) -> dict[str, object]:
+        """Everything that can be observed, once nothing is in flight."""
+        await self.at_rest()
+        state = dataclasses.asdict(self.proxy.state())
+        # When the other side's end of a connection is seen is up to the machine.
+        del state["connections"], state["idle_replica_connections"]
+        assert (state["requests"], state["buffered_bytes"]) == (0, 0)
+        for name in self.replicas:
+            assert self.dispatch.ledger.in_flight(name) == 0
+        self.queue.check_integrity()
+        await self.log.close()
+        observed = {
+            "client": [self._plain(data) for data in self.seen],
+            "replicas": {
+                name: [self._plain(data) for data in each.got]
+                for name, each in self.replicas.items()
+            },
+            "state": state,
+            "log": [_without_times(line) for line in self.lines],
+            "metrics": _counts(self.metrics.exposition().decode()),
+            "limits": self.limiter.snapshot(),  # type: ignore[attr-defined]
+            "breakers": (self.breakers.states(self.now), self.breakers.troubled),
+            "budget": round(self.budget._balance, 6),
+            "suspected": self.source.suspected,
+            "total": self.dispatch.ledger.loads.total,
+        }
+        await self.close()
+        return observed
+
+    async def close(self) -> None:
+        await self.proxy.close()
+        for client in self._clients:
+            client.leave()
+        for each in self.replicas.values():
+            each.close()
+
+    def _plain(self, data: bytes) -> bytes:
+        for name, authority in self._authorities.items():
+            data = data.replace(authority, name.encode())
+        return re.sub(rb"req-[0-9a-f]{32}", b"req", data)
+
+
+def _without_times(line: dict[str, object]) -> dict[str, object]:
+    times = ("at", "request_id", "first_byte_s", "total_s", "queued_s")
+    return {name: name in times or value for name, value in line.items()}
+
+
+def _counts(exposition: str) -> list[str]:
+    return [
+        line
+        for line in exposition.splitlines()
+        if not re.match(r"\w+_seconds(_bucket|_sum|_total|)\b", line)
+    ]
+
+
+Play = Callable[[Here], Awaitable[None]]
+SCENARIOS: list[tuple[Play, list[str], Setting]] = []
+
+
+def scenario(*used: str, **setting: object) -> Callable[[Play], Play]:
+    """``used``: what becomes of its requests on the express way, of those that are taken there."""
+
+    def keep(play: Play) -> Play:
+        SCENARIOS.append((play, list(used), Setting(**setting)))  # type: ignore[arg-type] # fields by name
+        return play
+
+    return keep
+
+
+async def play_once(play: Play, setting: Setting, *, express: bool) -> tuple[object, list[str]]:
+    here = Here(setting, express=express)
+    await here.begin()
+    await play(here)
+    return await here.end(), here.used
+
+
+# -- answers --------------------------------------------------------------------------------------
+
+
+@scenario("whole")
+async def a_whole_answer(here: Here) -> None:
+    assert b"\r\nx-mural-digest: " + DIGEST.encode() in await here.ask()
+
+
+@scenario("whole", "whole")
+async def a_chat_and_a_completion(here: Here) -> None:
+    await here.ask(path="/v1/chat/completions", messages=[{"role": "user", "content": "hé\n"}])
+    await here.ask(prompt="hé", temperature=0.5, stop=["a", "b"])
+
+
+@scenario("unfolded")
+async def a_head_and_a_body_apart(here: Here) -> None:
+    here.plays(says(HEAD % len(ANSWER), ANSWER))
+    await here.ask()
+
+
+@scenario("unfolded")
+async def a_head_that_is_cut(here: Here) -> None:
+    answer = whole()
+    here.plays(says(answer[:40], answer[40:]))
+    await here.ask()
+
+
+@scenario("unfolded")
+async def an_answer_byte_by_byte(here: Here) -> None:
+    here.plays(says(*(bytes([byte]) for byte in whole(b'{"usage":{"prompt_tokens":3}}'))))
+    await here.ask()
+
+
+@scenario("unfolded")
+async def a_chunked_answer(here: Here) -> None:
+    head = CHUNKED % b"application/json"
+    here.plays(says(head + chunk(ANSWER[:9]) + chunk(ANSWER[9:]) + LAST_CHUNK))
+    await here.ask()
+
+
+@scenario("unfolded")
+async def a_stream_with_its_usage(here: Here) -> None:
+    events = [chunk(b'data: {"choices":[{"text":"%d"}]}\n\n' % at) for at in range(5)]
+    here.plays(says(EVENTS, *events, chunk(USAGE_EVENT), chunk(DONE_EVENT), LAST_CHUNK))
+    assert b"prompt_tokens" not in await here.ask(stream=True)
+
+
+@scenario("unfolded")
+async def a_stream_without_usage(here: Here) -> None:
+    here.plays(says(EVENTS + chunk(b'data: {"choices":[{}]}\n\n') + chunk(DONE_EVENT) + LAST_CHUNK))
+    await here.ask(stream=True)
+
+
+@scenario()
+async def a_stream_whose_client_wants_the_usage(here: Here) -> None:
+    here.plays(says(EVENTS + chunk(USAGE_EVENT) + chunk(DONE_EVENT) + LAST_CHUNK))
+    assert b"prompt_tokens" in await here.ask(stream=True, stream_options={"include_usage": True})
+
+
+@scenario("whole")
+async def a_stream_that_is_answered_whole(here: Here) -> None:
+    here.plays(says(whole(b'data: {"choices":[]}\n\n')))
+    await here.ask(stream=True)
+
+
+@scenario("unfolded")
+async def a_large_answer(here: Here) -> None:
+    text = b"x" * (1 << 20)
+    here.plays(
+        says(whole(b'{"text":"%b","usage":{"prompt_tokens":1,"completion_tokens":2}}' % text))
+    )
+    assert len(await here.ask()) > 1 << 20
+
+
+@scenario("unfolded")
+async def an_answer_without_a_body(here: Here) -> None:
+    here.plays(says(whole(b"")))
+    await here.ask()
+
+
+@scenario(*["unfolded"] * 6)
+async def answers_that_refuse(here: Here) -> None:
+    for status in ("400 Bad Request", "404 Not Found", "422 No", "429 Too Many Requests"):
+        here.plays(says(whole(b'{"error":{}}', status, "retry-after: 3")))
+        await here.ask()
+    for status in ("204 No Content", "304 Not Modified"):
+        here.plays(says(f"HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n".encode()))
+        await here.ask()
+
+
+@scenario("unfolded")
+async def a_replica_that_fails(here: Here) -> None:
+    here.plays(says(whole(b'{"error":{}}', "500 Oh")))
+    await here.ask()
+    here.plays(says(whole()))
+    await here.ask()  # A breaker is in trouble: the slow way.
+
+
+@scenario("unfolded")
+async def a_replica_that_does_not_know_the_router(here: Here) -> None:
+    here.plays(says(whole(b"{}", "401 Unauthorized")))
+    await here.ask()
+    assert len(here.replicas["b"].got) == 1
+
+
+@scenario("unfolded")
+async def both_replicas_do_not_know_the_router(here: Here) -> None:
+    here.plays(says(whole(b"{}", "401 Unauthorized")))
+    here.plays(says(whole(b"{}", "401 Unauthorized")), replica="b")
+    assert (await here.ask()).startswith(b"HTTP/1.1 502")
+
+
+@scenario("unfolded", "unfolded")
+async def an_overloaded_replica_marked_and_not(here: Here) -> None:
+    here.plays(says(whole(b"{}", "503 Busy", "x-mural-retry: elsewhere", "retry-after: 1")))
+    assert b"x-mural-replica: b\r\n" in await here.ask()
+    await here.ask(n=2)  # Its connection was given up: another one.
+    here.plays(says(whole(b"{}", "503 Busy", "retry-after: 1")))
+    assert (await here.ask()).startswith(b"HTTP/1.1 503")
+
+
+@scenario("unfolded", engine="vllm", replicas=({}, {}))
+async def an_overloaded_vllm(here: Here) -> None:
+    home = next(name for name, each in here.replicas.items() if each.got)
+    here.plays(says(whole(b"{}", "503 Busy")), replica=home)
+    assert (await here.ask()).startswith(b"HTTP/1.1 200")
+
+
+@scenario("unfolded")
+async def a_bad_gateway_in_front_of_a_replica(here: Here) -> None:
+    here.plays(says(whole(b"{}", "502 Bad Gateway")))
+    assert (await here.ask()).startswith(b"HTTP/1.1 200")
+
+
+@scenario("unfolded", "unfolded")
+async def an_interim_answer_first(here: Here) -> None:
+    interim = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n"
+    here.plays(says(interim + whole()), says(interim, whole()))
+    await here.ask()
+    await here.ask()
+
+
+@scenario("whole", "unfolded", "unfolded", "unfolded")
+async def fields_that_are_not_passed_on(here: Here) -> None:
+    ours = ("Server: x", "X-Mural-Cost: 1", "x-request-id: theirs", "keep-alive: timeout=5")
+    for answer in (
+        whole(ANSWER, "200 OK", *ours, "Connection: keep-alive", "x-a: b ", "X-A:"),
+        whole(ANSWER, "200 OK", *(f"x-{at}: {'y' * 60}" for at in range(40))),
+        whole(ANSWER).replace(b"HTTP/1.1", b"HTTP/1.0"),
+        whole(ANSWER, "200 OK", "connection: close"),
+    ):
+        here.plays(says(answer))
+        await here.ask()
+        await here.ask(n=2)  # So that there is a kept connection.
+
+
+# -- replicas' connections ------------------------------------------------------------------------
+
+
+@scenario("unfolded")
+async def a_kept_connection_is_closed_just_when_it_is_used(here: Here) -> None:
+    here.plays(lose)
+    assert (await here.ask()).startswith(b"HTTP/1.1 200")
+    assert here.metrics.retries.total() == 0
+    assert not here.breakers.troubled
+
+
+@scenario("unfolded")
+async def a_fresh_connection_is_closed_before_its_answer(here: Here) -> None:
+    here.plays(lose, lose)
+    assert b"x-mural-replica: b\r\n" in await here.ask()
+    assert here.metrics.retries["made"] == 1
+    assert here.source.suspected == ["a"]
+
+
+@scenario(warm=False)
+async def the_first_connection_is_closed_before_its_answer(here: Here) -> None:
+    here.plays(lose)
+    assert b"x-mural-replica: b\r\n" in await here.ask()
+
+
+@scenario("unfolded")
+async def no_replica_answers(here: Here) -> None:
+    here.plays(lose, lose)
+    here.plays(lose, lose, replica="b")
+    assert (await here.ask()).startswith(b"HTTP/1.1 502")
+
+
+@scenario("unfolded")
+async def a_body_breaks(here: Here) -> None:
+    async def half(turn: Turn) -> None:
+        await turn.send(whole()[:-9])
+        turn.writer.close()
+
+    here.plays(half)
+    client = await here.client()
+    client.send(request())
+    await client.rest()
+
+
+@scenario("unfolded")
+async def a_stream_breaks(here: Here) -> None:
+    async def half(turn: Turn) -> None:
+        await turn.send(EVENTS + chunk(b'data: {"choices":[{}]}\n\n') + b"ff\r\ndata")
+        turn.writer.close()
+
+    here.plays(half)
+    client = await here.client()
+    client.send(request(stream=True))
+    assert b'"code":"replica_failed"' in await client.rest()
+
+
+@scenario(*["unfolded"] * 3)
+async def garbage(here: Here) -> None:
+    for data in (
+        b"no answer\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+        b"HTTP/1.1 200 OK\r\n\r\nforever",
+    ):
+        here.plays(says(data))
+        assert (await here.ask()).startswith(b"HTTP/1.1 502")
+        here.breakers.troubled.clear()
+        here.breakers.keep(frozenset())
+        await here.ask(n=2)
+
+
+@scenario("unfolded", "whole")
+async def bytes_after_the_end(here: Here) -> None:
+    here.plays(says(whole() + b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"))
+    assert (await here.ask()).startswith(b"HTTP/1.1 502")
+    here.breakers.troubled.clear()
+    await here.ask(n=2)
+    assert b"evil" not in await here.ask()
+
+
+@scenario("whole", "whole")
+async def bytes_that_nobody_asked_for(here: Here) -> None:
+    async def twice(turn: Turn) -> None:
+        await turn.send(whole())
+        await turn.send(whole(b'{"evil":1}'))
+
+    here.plays(twice)
+    await here.ask()
+    await here.until(lambda: here.proxy.state().idle_replica_connections == 0)
+    await here.ask()  # On a new one, the slow way.
+    assert b"evil" not in await here.ask()
+
+
+@scenario("unfolded", http=HttpSettings(port=0, first_byte_timeout_s=0.05))
+async def silence_before_the_answer(here: Here) -> None:
+    here.plays(silence)
+    assert (await here.ask()).startswith(b"HTTP/1.1 503")
+
+
+@scenario("unfolded", http=HttpSettings(port=0, idle_timeout_s=0.05))
+async def silence_amid_an_answer(here: Here) -> None:
+    async def stops(turn: Turn) -> None:
+        await turn.send(whole()[:-9])
+        await turn.until_closed()
+
+    here.plays(stops)
+    client = await here.client()
+    client.send(request())
+    await client.rest()
+
+
+# -- clients --------------------------------------------------------------------------------------
+
+
+@scenario("unfolded")
+async def a_client_leaves_before_the_answer(here: Here) -> None:
+    client = await here.client()
+    ended = asyncio.Event()
+
+    async def leaves(turn: Turn) -> None:
+        client.leave()
+        await turn.until_closed()
+        ended.set()
+
+    here.plays(leaves)
+    client.send(request())
+    await asyncio.wait_for(ended.wait(), BOUND_S)
+
+
+@scenario("unfolded")
+async def a_client_leaves_amid_a_stream(here: Here) -> None:
+    client = await here.client()
+    ended = asyncio.Event()
+
+    async def leaves(turn: Turn) -> None:
+        await turn.send(EVENTS + chunk(b'data: {"choices":[{}]}\n\n'))
+        await client.reader.readuntil(b"{}]}\n\n")
+        client.leave()
+        await turn.until_closed()
+        ended.set()
+
+    here.plays(leaves)
+    client.send(request(stream=True))
+    await asyncio.wait_for(ended.wait(), BOUND_S)
+
+
+@scenario("unfolded")
+async def a_client_closes_its_half(here: Here) -> None:
+    here.plays(silence)
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: here.proxy.state().requests == 1)
+    client.writer.write_eof()
+    await client.rest()
+
+
+@scenario()
+async def a_client_closes_its_half_with_its_request(here: Here) -> None:
+    client = await here.client()
+    client.send(request()[:-5])
+    client.writer.write_eof()
+    await client.rest()
+
+
+@scenario("unfolded")
+async def a_client_reads_slowly(here: Here) -> None:
+    event = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
+    here.plays(says(EVENTS, *[event] * 200, LAST_CHUNK))
+    client = await here.client()
+    client.reader._limit = 1024
+    client.writer.transport.pause_reading()
+    client.send(request(stream=True))
+    await here.until(lambda: any(each._unread_answers for each in here.server._connections))
+    client.writer.transport.resume_reading()
+    client.reader._limit = 1 << 22
+    assert len(await client.answer()) > 60_000 * 200
+
+
+@scenario("whole", "whole", "whole")
+async def requests_on_one_connection(here: Here) -> None:
+    client = await here.client()
+    for _ in range(3):
+        client.send(request())
+        await client.answer()
+
+
+@scenario("whole", "whole")
+async def requests_ahead_of_their_answers(here: Here) -> None:
+    client = await here.client()
+    for _ in range(2):
+        go = asyncio.Event()
+        here.plays(answers_after(go))
+        # The first is taken whole; what lies behind it is read one by one.
+        client.send(request())
+        await here.until(lambda: here.proxy.state().requests == 1)
+        client.send(request(prompt="2"), request(prompt="3"), b"POST /v1/comp")
+        go.set()
+        for _ in range(3):
+            await client.answer()
+        client.send(request(prompt="4").removeprefix(b"POST /v1/comp"))
+        await client.answer()
+
+
+@scenario()
+async def two_requests_in_one_piece(here: Here) -> None:
+    client = await here.client()
+    client.send(request(prompt="1") + request(prompt="2"))
+    await client.answer()
+    await client.answer()
+
+
+@scenario("whole")
+async def what_follows_is_no_request(here: Here) -> None:
+    go = asyncio.Event()
+    here.plays(answers_after(go))
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: here.proxy.state().requests == 1)
+    client.send(b"\0\0 no request\r\n\r\n")
+    go.set()
+    await client.answer()
+    await client.rest()
+
+
+@scenario()
+async def a_client_that_asks_to_close(here: Here) -> None:
+    client = await here.client()
+    client.send(request("acme:v1", "connection: close"))
+    assert b"\r\nconnection: close\r\n" in await client.rest()
+
+
+@scenario()
+async def heads_that_need_a_look(here: Here) -> None:
+    for fields in (
+        ("x-request-id: mine",),
+        ("x-session-id: s",),
+        ("traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",),
+        ("content-encoding: gzip",),
+        ("expect: 100-continue",),
+        (bearer(GLOBEX),),
+        ("host: b",),
+    ):
+        client = await here.client()
+        client.send(request("acme:v1", *fields))
+        await client.answer()
+
+
+@scenario("unfolded")
+async def a_drain_with_one_in_flight(here: Here) -> None:
+    go = asyncio.Event()
+
+    async def waits(turn: Turn) -> None:
+        await go.wait()
+        await turn.send(whole())
+
+    here.plays(waits)
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: len(here.replicas["a"].got) == 2)
+    draining = asyncio.create_task(here.proxy.drain(BOUND_S))
+    await here.until(lambda: here.server.draining)
+    go.set()
+    assert await draining == 0
+    assert b"\r\nconnection: close\r\n" in await client.rest()
+
+
+@scenario("unfolded")
+async def a_drain_that_ends_one_in_flight(here: Here) -> None:
+    here.plays(silence)
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: len(here.replicas["a"].got) == 2)
+    assert await here.proxy.drain(0.0) == 1
+    assert b"shutting down" in await client.rest()
+
+
+@scenario(http=HttpSettings(port=0, max_body_bytes=100))
+async def a_body_above_the_limit(here: Here) -> None:
+    client = await here.client()
+    client.send(request(prompt="x" * 200))
+    assert (await client.rest()).startswith(b"HTTP/1.1 413")
+
+
+@scenario(http=HttpSettings(port=0, max_head_fields=5))
+async def more_fields_than_may_be(here: Here) -> None:
+    client = await here.client()
+    client.send(request("acme:v1", *(f"x-{at}: 1" for at in range(5))))
+    assert (await client.rest()).startswith(b"HTTP/1.1 431")
+
+
+@scenario("whole")
+async def a_close_while_one_is_in_flight(here: Here) -> None:
+    await here.ask()
+    here.plays(silence)
+    client = await here.client()
+    client.send(request(n=2))
+    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    client.leave()
+
+
+# -- what serves ----------------------------------------------------------------------------------
+
+
+@scenario("whole", replicas=(held("acme:v1", digest=""), {}))
+async def a_digest_that_nobody_knows(here: Here) -> None:
+    assert b"x-mural-digest" not in await here.ask()
+
+
+@scenario("unfolded", "whole", replicas=(held("acme:v1", digest=""), {}))
+async def a_digest_that_the_replica_tells(here: Here) -> None:
+    here.plays(says(whole(ANSWER, "200 OK", "x-mural-digest: " + "e" * 64)))
+    assert b"\r\nx-mural-digest: " + b"e" * 64 in await here.ask()
+    here.replica("a", adapters=held("acme:v1"))
+    here.plays(says(whole(ANSWER, "200 OK", "x-mural-digest: " + "e" * 64)))
+    assert b"\r\nx-mural-digest: " + DIGEST.encode() in await here.ask()
+
+
+class Digests(VersionSource):
+    async def read(self, tenant: str, adapter: str) -> KnownVersions:
+        return KnownVersions({"stable": (AliasTarget("v1", 1),)}, {"v1": "f" * 64, "v2": None})
+
+
+@scenario("whole", "whole", source=Digests())
+async def a_digest_that_the_store_knows(here: Here) -> None:
+    await here.ask()
+    assert b"x-mural-digest: " + b"f" * 64 in here.replicas["a"].got[-1]
+    here.now += 6.0  # It has to be looked up anew, by the slow way.
+    await here.ask()
+    await here.until(lambda: not here.versions._flights)
+    await here.ask()
+
+
+@scenario(source=Digests())
+async def an_alias_of_the_store(here: Here) -> None:
+    for _ in range(2):
+        assert b"x-mural-adapter: acme:v1\r\n" in await here.ask("acme:stable")
+
+
+class Overlay(AliasOverlay):
+    def targets(self, name: AdapterName) -> list[AliasTarget] | None:
+        return [AliasTarget("v2", 1)] if name.version == "v1" else None
+
+
+@scenario("whole", "whole")
+async def an_exact_name_becomes_an_alias_and_is_none_again(here: Here) -> None:
+    await here.ask()
+    here.versions.overlay = Overlay()
+    for _ in range(2):
+        assert b"x-mural-adapter: acme:v2\r\n" in await here.ask()
+    here.versions.overlay = None
+    here.replica("a")
+    assert b"x-mural-adapter: acme:v1\r\n" in await here.ask()
+
+
+@scenario("whole", "whole")
+async def two_names_of_one_version(here: Here) -> None:
+    await here.ask("acme:v1")
+    await here.ask("acme/default:v1")
+    assert b'"model": "acme:v1"' in here.replicas["a"].got[-1]
+
+
+@scenario()
+async def names_that_are_no_exact_version(here: Here) -> None:
+    here.replica("b", adapters={"sql-expert": Residency("slot")})
+    for model in ("tiny", "sql-expert", "acme", "acme:latest", "acme:", ":v1", "acme:..", "a b:c"):
+        await here.ask(model)
+    here.routing.options = replace(here.routing.options, shared_names=frozenset({"sql-expert"}))
+    await here.ask("sql-expert")
+
+
+@scenario()
+async def a_base_that_is_named_like_a_version(here: Here) -> None:
+    here.source.base = Base(("acme:v1",), "")
+    assert b"x-mural-adapter" not in await here.ask()
+
+
+@scenario("whole")
+async def a_base_that_comes_to_be_named_like_a_version(here: Here) -> None:
+    await here.ask()
+    here.source.base = Base(("tiny", "acme:v1"), "")
+    assert b"x-mural-adapter" not in await here.ask()
+
+
+@scenario(*["whole"] * 3)
+async def bounds_of_tokens(here: Here) -> None:
+    await here.ask(max_tokens=5)
+    await here.ask(max_completion_tokens=7)
+    await here.ask(max_tokens=0)
+    for odd in (None, -1, 10**12, 1.5, "5", True):
+        await here.ask(max_tokens=odd)
+    await here.ask(n=2)
+    await here.ask(prompt=["a", "b"])
+    await here.ask(prompt=[1, 2])
+
+
+@scenario("whole", engine="vllm", replicas=({}, {}))
+async def a_vllm_replica(here: Here) -> None:
+    await here.ask()
+    got = next(each.got[-1] for each in here.replicas.values() if each.got)
+    assert b"authorization: Bearer pod-1\r\n" in got
+    assert b"cache_salt" in got
+    assert b"x-mural-tenant" not in got
+
+
+@scenario("unfolded", engine="vllm", replicas=({}, {}))
+async def a_vllm_stream(here: Here) -> None:
+    home = next(name for name, each in here.replicas.items() if each.got)
+    here.plays(says(EVENTS, chunk(USAGE_EVENT), chunk(DONE_EVENT), LAST_CHUNK), replica=home)
+    assert b"prompt_tokens" not in await here.ask(stream=True)
+    assert b"include_usage" in here.replicas[home].got[-1]
+
+
+# -- who asks -------------------------------------------------------------------------------------
+
+
+@scenario("whole", "whole")
+async def other_tenants_adapters_and_bad_keys(here: Here) -> None:
+    await here.ask("globex:v4", key=bearer(GLOBEX))
+    for _ in range(2):
+        assert (await here.ask("globex:v4")).startswith(b"HTTP/1.1 403")
+        assert (await here.ask("acme:v1", key=bearer(GLOBEX))).startswith(b"HTTP/1.1 403")
+        for key in (
+            None,
+            bearer("nobody00"),
+            bearer(ACME) + "x",
+            "authorization: Basic a",
+            "authorization:",
+        ):
+            assert (await here.ask(key=key)).startswith(b"HTTP/1.1 401")
+    await here.ask()
+
+
+@scenario("whole")
+async def a_key_that_is_revoked(here: Here) -> None:
+    await here.ask()
+    here.keys.without(ACME)
+    for _ in range(2):
+        assert (await here.ask()).startswith(b"HTTP/1.1 401")
+
+
+@scenario("whole", "whole", "refused")
+async def a_key_whose_limits_are_changed(here: Here) -> None:
+    await here.ask()
+    stored = here.keys.ring[ACME]
+    limited = replace(stored.principal, limits=TenantLimits(requests_per_minute=1), weight=3.0)
+    here.keys.ring = KeyRing([replace(stored, principal=limited)])
+    await here.ask()
+    assert (await here.ask()).startswith(b"HTTP/1.1 429")
+    assert b"x-mural-weight: 3\r\n" in here.replicas["a"].got[-1]
+
+
+@scenario()
+async def a_key_that_expires(here: Here) -> None:
+    for _ in range(2):
+        assert (await here.ask(key=bearer("acmeexpires"))).startswith(b"HTTP/1.1 200")
+    here.today += timedelta(days=2)
+    assert (await here.ask(key=bearer("acmeexpires"))).startswith(b"HTTP/1.1 401")
+
+
+@scenario("whole", "whole")
+async def an_admin_key(here: Here) -> None:
+    await here.ask(key=ADMIN)
+    await here.ask("globex:v4", key=ADMIN)
+    assert (await here.ask(key=ADMIN + "x")).startswith(b"HTTP/1.1 401")
+
+
+@scenario("whole", "whole", auth="open")
+async def nobody_is_asked_who_they_are(here: Here) -> None:
+    await here.ask(key=None)
+    await here.ask("globex:v4")
+
+
+# -- limits ---------------------------------------------------------------------------------------
+
+
+@scenario(
+    "whole", "whole", "refused", "refused", "refused", limits=TenantLimits(requests_per_minute=2)
+)
+async def a_limit_of_requests(here: Here) -> None:
+    for _ in range(2):
+        await here.ask()
+    client = await here.client()
+    for stream in (False, True, False):
+        client.send(request(stream=stream))
+        assert (await client.answer()).startswith(b"HTTP/1.1 429")
+    assert here.limiter.snapshot().refused == {"requests": 3}
+    here.now += 61
+    await here.ask(n=2)
+
+
+@scenario("whole", "refused", "whole", limits=TenantLimits(tokens_per_minute=100))
+async def a_limit_of_tokens(here: Here) -> None:
+    await here.ask(max_tokens=50)
+    assert (await here.ask(max_tokens=95)).startswith(b"HTTP/1.1 429")
+    await here.ask(max_tokens=80)
+
+
+@scenario("refused", "whole", "whole", limits=TenantLimits(concurrency=1))
+async def a_limit_of_sequences(here: Here) -> None:
+    go = asyncio.Event()
+    here.plays(answers_after(go))
+    # A second kept connection: without one a request is not of the express way.
+    two = [await here.client() for _ in range(2)]
+    for client in two:
+        client.send(request(key=ADMIN, n=2))
+    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    go.set()
+    for client in two:
+        await client.answer()
+    go.clear()
+    here.plays(answers_after(go))
+    two[0].send(request())
+    await here.until(lambda: len(here.replicas["a"].got) == 4)
+    assert (await here.ask()).startswith(b"HTTP/1.1 429")
+    go.set()
+    await two[0].answer()
+    await here.ask()
+
+
+@scenario("whole", "whole", "whole", "unfolded", limits=TenantLimits(tokens_per_minute=10_000))
+async def usage_is_settled(here: Here) -> None:
+    usages = (b'"prompt_tokens":1', b'"prompt_tokens":900,"completion_tokens":800', None)
+    for usage in usages:
+        body = b"{}" if usage is None else b'{"usage":{%b}}' % usage
+        here.plays(says(whole(body)))
+        await here.ask(max_tokens=100)
+    here.plays(says(whole(b"{}", "400 Bad Request")))
+    await here.ask(max_tokens=100)
+    (tenant,) = here.limiter.snapshot().tenants
+    assert (tenant.tokens, tenant.sequences) == (1 + 1700 + 101, 0)
+
+
+class Asking(LocalLimiter):
+    """As one that shares its count: it has to ask, now and then."""
+
+    asks = 0
+
+    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> object:
+        if principal.tenant is None:
+            return super().enter_now(principal, sequences, tokens)
+        return None
+
+    async def enter(self, principal: Principal, sequences: int, tokens: int) -> object:
+        self.asks += 1
+        return super().enter_now(principal, sequences, tokens)
+
+
+@scenario(limiter=lambda: Asking(lambda: 1000.0), limits=TenantLimits(requests_per_minute=2))
+async def a_limiter_that_has_to_ask(here: Here) -> None:
+    for _ in range(3):
+        await here.ask()
+    assert here.limiter.asks == 3
+    assert here.limiter.snapshot().refused == {"requests": 1}
+
+
+class Broken(LocalLimiter):
+    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> object:
+        if principal.tenant is None:
+            return super().enter_now(principal, sequences, tokens)
+        raise RuntimeError("a fault of the limiter's")
+
+
+@scenario("refused", "refused", limiter=lambda: Broken(lambda: 1000.0))
+async def a_limiter_with_a_fault(here: Here) -> None:
+    client = await here.client()
+    for _ in range(2):
+        client.send(request())
+        assert (await client.answer()).startswith(b"HTTP/1.1 500")
+
+
+# -- where to -------------------------------------------------------------------------------------
+
+
+@scenario("whole", "whole", "whole")
+async def the_adapter_goes_and_comes_elsewhere(here: Here) -> None:
+    await here.ask()
+    here.replica("a", adapters={})
+    await here.ask()  # At home still, and to be loaded there.
+    here.replica("a", adapters=held("acme:v1", level="disk"))
+    await here.ask()
+    here.replica("a", adapters=held("acme:v1", digest="e" * 64))
+    assert b"x-mural-digest: " + b"e" * 64 in await here.ask()
+    here.replica("b", adapters=held("acme:v1"))
+    here.replica("a", slots=0)
+    await here.ask()  # On a new connection.
+    assert b"x-mural-replica: b\r\n" in await here.ask()
+
+
+@scenario("whole", "whole")
+async def the_replica_drains(here: Here) -> None:
+    await here.ask()
+    here.replica("a", ready=False)
+    await here.ask()
+    here.replica("a", ready=True)
+    await here.ask()
+
+
+@scenario("whole")
+async def the_replica_is_gone(here: Here) -> None:
+    await here.ask()
+    here.source.set(*(each for each in here.source.fleet.replicas if each.name != "a"))
+    assert b"x-mural-replica: b\r\n" in await here.ask()
+
+
+@scenario("whole", "whole")
+async def the_replica_leaves_while_it_answers(here: Here) -> None:
+    await here.ask()
+
+    async def leaves(turn: Turn) -> None:
+        here.source.set(*(each for each in here.source.fleet.replicas if each.name != "a"))
+        await turn.send(whole())
+
+    here.plays(leaves)
+    await here.ask()
+    assert "a" not in here.metrics.replicas
+
+
+@scenario("whole")
+async def the_replica_is_gone_before_a_fleet_says_so(here: Here) -> None:
+    await here.ask()
+    endpoint = here.source.endpoints.pop("a")
+    assert (await here.ask()).startswith(b"HTTP/1.1 503")
+    here.source.endpoints["a"] = endpoint
+
+
+@scenario("whole")
+async def the_replica_moves_before_a_fleet_says_so(here: Here) -> None:
+    await here.ask()
+    here.source.endpoints["a"] = here.source.endpoints["b"]
+    assert b"x-mural-replica: b\r\n" in await here.ask()
+
+
+@scenario("whole", "whole")
+async def an_adapter_is_declared_to_have_two_homes(here: Here) -> None:
+    await here.ask()
+    here.replica("b", adapters=held("acme:v1"))
+    await here.ask()
+    here.declared["acme/default:v1"] = 2
+    await here.ask()
+    await here.ask(prompt="another")
+
+
+@scenario("whole")
+async def the_policy_is_changed(here: Here) -> None:
+    await here.ask()
+    here.dispatch.policy = PlacementPolicy(overcommit=1.0, light=0.0)
+    here.replica("a", running=4)
+    await here.ask()
+
+
+@scenario("whole", "whole")
+async def the_routers_token_is_another(here: Here) -> None:
+    await here.ask()
+    here.routing.options = replace(here.routing.options, router_token="token-2")
+    await here.ask()
+    assert b"authorization: Bearer token-2\r\n" in here.replicas["a"].got[-1]
+
+
+@scenario("whole", "unfolded")
+async def a_replica_in_trouble(here: Here) -> None:
+    await here.ask()
+    here.plays(*[says(whole(b"{}", "500 Oh"))] * 2)
+    await here.ask()
+    await here.ask()
+    assert here.breakers.states(here.now)["a"] == "open"
+    await here.ask()
+    here.now += 60
+    await here.ask()
+    assert not here.breakers.troubled
+
+
+@scenario("whole", "whole")
+async def the_loads_end_trouble(here: Here) -> None:
+    """One that was sent before another failed ends the trouble, by whichever way it went."""
+    go = asyncio.Event()
+
+    async def waits(turn: Turn) -> None:
+        await go.wait()
+        await turn.send(whole())
+
+    await here.ask()
+    here.plays(waits)
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    here.plays(says(whole(b"{}", "500 Oh")))
+    await here.ask(n=2)
+    assert here.breakers.troubled
+    go.set()
+    await client.answer()
+    assert not here.breakers.troubled
+
+
+@scenario("whole", "whole", queue_wait_s=BOUND_S)
+async def nobody_is_overtaken(here: Here) -> None:
+    """While one waits for a place nobody else is given one, whatever he asks for."""
+    go = asyncio.Event()
+
+    async def waits(turn: Turn) -> None:
+        await go.wait()
+        await turn.send(whole())
+
+    await here.ask()
+    here.replica("b", ready=False)
+    here.plays(waits)
+    first = await here.client()
+    first.send(request(n=6, key=ADMIN))
+    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    waiting, after = await here.client(), await here.client()
+    waiting.send(request("globex:v4", key=bearer(GLOBEX), prompt="waits", n=5))
+    await here.until(lambda: here.queue.waiting == 1)
+    here.replica("b", ready=True, max_num_seqs=1)
+    after.send(request())
+    await here.until(lambda: here.proxy.state().requests == 3)
+    go.set()
+    for client in (first, waiting, after):
+        await client.answer()
+    await here.ask()
+
+
+@pytest.mark.parametrize(
+    ("play", "used", "setting"), SCENARIOS, ids=[play.__name__ for play, _, _ in SCENARIOS]
+)
+async def test_all_is_seen_alike(play: Play, used: list[str], setting: Setting) -> None:
+    (fast, ways), (slow, none) = await asyncio.gather(
+        play_once(play, setting, express=True), play_once(play, setting, express=False)
+    )
+    assert none == []
+    assert fast == slow
+    assert ways == used
