@@ -120,9 +120,13 @@ class _Refused(_Express):
         self._flow, self._error = flow, error
 
     def begin(self) -> None:
+        error = self._error
+        del (
+            self._error
+        )  # Its traceback leads back here: neither would go until the collector comes.
         ask = self._read(new_request_id())
-        self._lane.unfolding.refuse(self._flow, ask, self._error)
-        self.fail(refusal_of(self._error), ask.own_headers)
+        self._lane.unfolding.refuse(self._flow, ask, error)
+        self.fail(refusal_of(error), ask.own_headers)
 
 
 class _Carried(_Express, Caller):

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
+import msgspec
 import pytest
+import trustme
 
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
@@ -22,11 +25,13 @@ from mural_resolvers.versions import AliasTarget
 from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.scan import plain_request
-from mural_router.http.settings import HttpSettings
+from mural_router.http.settings import HttpSettings, TlsSettings
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
 from mural_router.placement import Base, Fleet, PlacementPolicy, Replica, Residency
 from mural_router.proxy import Proxy, start
+from mural_router.proxy.express import _Express
+from mural_router.proxy.relay import InferenceRelay
 from mural_router.routing.access_log import AccessLog
 from mural_router.routing.breaker import Breakers, BreakerSettings
 from mural_router.routing.dispatch import Attempt, Dispatch
@@ -100,10 +105,10 @@ async def lose(turn: Turn) -> None:
     turn.writer.transport.abort()
 
 
-def answers_after(go: asyncio.Event) -> Script:
+def answers_after(go: asyncio.Event, *pieces: bytes) -> Script:
     async def script(turn: Turn) -> None:
         await go.wait()
-        await turn.send(whole())
+        await turn.send(*(pieces or (whole(),)))
 
     return script
 
@@ -276,9 +281,11 @@ class Here:
 
     proxy: Proxy
 
-    def __init__(self, setting: Setting, *, express: bool) -> None:
+    def __init__(self, setting: Setting, authorities: str, *, express: bool) -> None:
         self.express = express
         self.setting = setting
+        tls = TlsSettings(replica_ca_file=authorities)
+        self.http = msgspec.structs.replace(setting.http, tls=tls)
         self.now = 1000.0
         self.source = Source()
         self.replicas: dict[str, ScriptedReplica] = {}
@@ -351,7 +358,7 @@ class Here:
             setattr(self.routing, name, self._noting(word, getattr(self.routing, name)))
         if not self.express:
             self.routing.express = None
-        self.proxy = await start(setting.http, self.routing, version="1")
+        self.proxy = await start(self.http, self.routing, version="1")
         if setting.warm:
             await self.ask(key=ADMIN if setting.auth == "keys" else None)
             self.used.clear()
@@ -473,8 +480,18 @@ def scenario(*used: str, **setting: object) -> Callable[[Play], Play]:
     return keep
 
 
-async def play_once(play: Play, setting: Setting, *, express: bool) -> tuple[object, list[str]]:
-    here = Here(setting, express=express)
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One, in place of the system's hundreds: reading those takes longer than a scenario."""
+    path = tmp_path_factory.mktemp("tls") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(path)
+    return str(path)
+
+
+async def play_once(
+    play: Play, setting: Setting, authorities: str, *, express: bool
+) -> tuple[object, list[str]]:
+    here = Here(setting, authorities, express=express)
     await here.begin()
     await play(here)
     return await here.end(), here.used
@@ -801,16 +818,14 @@ async def a_client_closes_its_half_with_its_request(here: Here) -> None:
 
 @scenario("unfolded")
 async def a_client_reads_slowly(here: Here) -> None:
-    event = chunk(b"data: " + b"x" * 60_000 + b"\n\n")
-    here.plays(says(EVENTS, *[event] * 200, LAST_CHUNK))
+    event = chunk(b"data: " + b"x" * 500_000 + b"\n\n")
+    here.plays(says(EVENTS, *[event] * 16, LAST_CHUNK))
     client = await here.client()
-    client.reader._limit = 1024
     client.writer.transport.pause_reading()
     client.send(request(stream=True))
     await here.until(lambda: any(each._unread_answers for each in here.server._connections))
     client.writer.transport.resume_reading()
-    client.reader._limit = 1 << 22
-    assert len(await client.answer()) > 60_000 * 200
+    assert len(await client.answer()) > 500_000 * 16
 
 
 @scenario("whole", "whole", "whole")
@@ -1355,13 +1370,105 @@ async def nobody_is_overtaken(here: Here) -> None:
     await here.ask()
 
 
+@scenario("whole", "unfolded")
+async def an_attempt_is_counted_while_it_is_on_its_way(here: Here) -> None:
+    for answer in ([whole()], [HEAD % len(ANSWER), ANSWER]):
+        go, before = asyncio.Event(), len(here.replicas["a"].got)
+        here.plays(answers_after(go, *answer))
+        client = await here.client()
+        client.send(request())
+        await here.until(lambda before=before: len(here.replicas["a"].got) == before + 1)
+        here.seen.append("\n".join(_counts(here.metrics.exposition().decode())).encode())
+        assert here.dispatch.ledger.in_flight("a") == 1
+        assert here.limiter.snapshot().tenants == ()
+        go.set()
+        await client.answer()
+
+
 @pytest.mark.parametrize(
     ("play", "used", "setting"), SCENARIOS, ids=[play.__name__ for play, _, _ in SCENARIOS]
 )
-async def test_all_is_seen_alike(play: Play, used: list[str], setting: Setting) -> None:
+async def test_all_is_seen_alike(
+    play: Play, used: list[str], setting: Setting, authorities: str
+) -> None:
     (fast, ways), (slow, none) = await asyncio.gather(
-        play_once(play, setting, express=True), play_once(play, setting, express=False)
+        play_once(play, setting, authorities, express=True),
+        play_once(play, setting, authorities, express=False),
     )
     assert none == []
     assert fast == slow
     assert ways == used
+
+
+@pytest.fixture
+async def here(authorities: str) -> AsyncIterator[Here]:
+    here = Here(Setting(limits=TenantLimits(requests_per_minute=5)), authorities, express=True)
+    await here.begin()
+    yield here
+    await here.close()
+
+
+async def test_nothing_of_a_request_stays_until_the_collector_comes(here: Here) -> None:
+    kinds = (_Express, Attempt, InferenceRelay)
+
+    def left() -> list[object]:
+        return [each for each in gc.get_objects() if isinstance(each, kinds)]
+
+    gc.collect()
+    gc.disable()
+    try:
+        client = await here.client()
+        for script in (says(whole()), says(HEAD % len(ANSWER), ANSWER), lose):
+            here.plays(script)
+            client.send(request())
+            await client.answer()
+        gone = await here.client()
+        here.plays(silence)
+        gone.send(request())
+        await here.until(lambda: here.proxy.state().requests == 1)
+        gone.leave()
+        await here.at_rest()
+        await here.ask(n=2)
+        client.send(request())
+        await client.answer()
+        assert here.used == ["whole", "unfolded", "unfolded", "unfolded", "refused"]
+        await here.until(lambda: not left())
+    finally:
+        gc.enable()
+
+
+async def test_who_takes_no_answers_is_asked_for_no_more_requests(here: Here) -> None:
+    here.replicas["a"].usual = says(whole(b'{"text":"%b"}' % (b"x" * 50_000)))
+    client = await here.client()
+    client.writer.transport.pause_reading()
+    sent = 0
+    while not any(each._unread_answers for each in here.server._connections):
+        client.send(request(key=ADMIN))
+        sent += 1
+        await here.until(lambda all=1 + sent: here.proxy.state().requests_total == all)
+        await here.at_rest()
+    client.send(request(key=ADMIN, prompt="later"))
+    await here.ask(key=ADMIN)
+    assert here.proxy.state().requests_total == 2 + sent
+    client.writer.transport.resume_reading()
+    for _ in range(sent + 1):
+        await client.answer()
+    assert here.used.count("whole") > 1
+
+
+async def test_what_is_in_flight_is_counted_and_bounded(here: Here) -> None:
+    go = asyncio.Event()
+    here.plays(answers_after(go))
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: here.proxy.state().requests == 1)
+    assert here.proxy.state().buffered_bytes == len(request())
+    go.set()
+    await client.answer()
+    assert here.proxy.state().buffered_bytes == 0
+    # Where no more may be held, the slow way says so.
+    here.server.buffered_bytes = here.http.max_buffered_bytes
+    client.send(request())
+    assert (await client.answer()).startswith(b"HTTP/1.1 503")
+    assert here.used == ["whole"]
+    here.server.buffered_bytes = 0
