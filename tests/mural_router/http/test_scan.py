@@ -609,6 +609,8 @@ def test_what_is_plain(data: bytes) -> None:
                 b'"prompt":"\xff"',
                 b'"prompt":"\xed\xa0\x80"',
                 b'"prompt":"\xc0\x80"',
+                b'"prompt":"\xe0\x80\x80"',
+                b'"prompt":"\xf0\x80\x80\x80"',
                 b'"prompt":"\xf4\x90\x80\x80"',
                 b'"prompt":"\xc3"',
                 b'"prompt":"\\ud83d"',
