@@ -121,9 +121,8 @@ class _Refused(_Express):
 
     def begin(self) -> None:
         error = self._error
-        del (
-            self._error
-        )  # Its traceback leads back here: neither would go until the collector comes.
+        # Its traceback leads back here: neither would go until the collector comes.
+        del self._error
         ask = self._read(new_request_id())
         self._lane.unfolding.refuse(self._flow, ask, error)
         self.fail(refusal_of(error), ask.own_headers)
