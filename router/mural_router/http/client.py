@@ -21,7 +21,7 @@ from mural_router.http.errors import (
     answer_fields,
     error_json,
 )
-from mural_router.http.exchange import BodySink, Exchange, Plan, Reader, whole_answer
+from mural_router.http.exchange import BodySink, Exchange, Plan, Reader, WholeExchange, whole_answer
 from mural_router.http.head import END, RequestHead, parse_request_head, refuse_hopeless
 from mural_router.http.watch import NEVER, Watched
 
@@ -63,6 +63,8 @@ class ClientConnection(Watched):
         self._exchange: Exchange | None = None
         self._decoder: ChunkDecoder | None = None
         self._missing = 0
+        self._head = b""
+        """As it came, until something of its body has."""
         self._body = bytearray()
         self._buffered = 0
         self._limit = 0
@@ -134,30 +136,36 @@ class ClientConnection(Watched):
         else:
             self._refuse(RequestTimeout("The request took too long to come."))
 
+    # -- requests that are carried without being read here ----------------------------------------
+
     def _is_express(self, data: bytes) -> bool:
-        """Whether it is a whole request that is carried without being read here."""
+        """Whether it is a whole request of the plainest kind, which is on its way then."""
         server, size = self._server, len(data)
-        if (
-            server.express is None
-            or server.draining
-            or self._unread_answers
-            or server.buffered_bytes + size > self._settings.max_buffered_bytes
-        ):
+        if server.buffered_bytes + size > self._settings.max_buffered_bytes:
             return False
-        exchange = server.express(self, data)
+        exchange = self._whole(data)
         if exchange is None:
             return False
-        self._exchange = exchange
-        self._state = _State.BUSY
-        self.deadline = NEVER
         self._decoder, self._missing = None, 0
         self._buffered = size
         server.buffered_bytes += size
         server.requests_total += 1
-        server.begun()
+        self._carry(exchange)
+        return True
+
+    def _whole(self, data: bytes) -> WholeExchange | None:
+        server = self._server
+        if server.express is None or server.draining or self._unread_answers:
+            return None
+        return server.express(self, data)
+
+    def _carry(self, exchange: WholeExchange) -> None:
+        self._exchange = exchange
+        self._state = _State.BUSY
+        self.deadline = NEVER
+        self._server.begun()
         exchange.handled = True
         exchange.begin()
-        return True
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -210,7 +218,8 @@ class ClientConnection(Watched):
             return False
         self._head_begun = False
         end += 4
-        head = parse_request_head(self._data[:end], settings.max_head_fields)
+        raw = self._data[:end]
+        head = parse_request_head(raw, settings.max_head_fields)
         self._data = self._data[end:]
         self.keep = head.keep and not self._server.draining
         exchange = self._exchange = Exchange(self, head, monotonic())
@@ -220,9 +229,9 @@ class ClientConnection(Watched):
         if not self.body_is_unread:
             self._plan = self._server.application.plan(head)
             return self._ask(exchange)
-        return self._expect_body(exchange, head)
+        return self._expect_body(exchange, head, raw)
 
-    def _expect_body(self, exchange: Exchange, head: RequestHead) -> bool:
+    def _expect_body(self, exchange: Exchange, head: RequestHead, raw: bytes) -> bool:
         self._state = _State.BODY
         if head.method in ("GET", "HEAD"):
             raise BadRequest(f"A {head.method} has no body.")
@@ -236,6 +245,8 @@ class ClientConnection(Watched):
         self.deadline = self._watch.now + self._settings.body_timeout_s
         if head.expects_continue and not self._data:
             self.transport.write(_CONTINUE)
+        elif not head.chunked:
+            self._head = raw
         return True
 
     def _read_body(self) -> bool:
@@ -243,7 +254,15 @@ class ClientConnection(Watched):
         self._count(len(payload))
         exchange = self._exchange
         assert exchange is not None
+        head, self._head = self._head, b""
         if complete and not self._body:
+            # Many clients write a head and its body one after the other.
+            whole = self._whole(head + payload) if head and not self._data else None
+            if whole is not None:
+                whole.arrived = exchange.arrived
+                exchange.detach()
+                self._carry(whole)
+                return True
             exchange.body = payload
             return self._ask(exchange)
         self._body += payload

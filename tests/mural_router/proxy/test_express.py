@@ -836,13 +836,13 @@ async def requests_on_one_connection(here: Here) -> None:
         await client.answer()
 
 
-@scenario("whole", "whole")
+@scenario("whole", "whole", "whole", "whole")
 async def requests_ahead_of_their_answers(here: Here) -> None:
     client = await here.client()
     for _ in range(2):
         go = asyncio.Event()
         here.plays(answers_after(go))
-        # The first is taken whole; what lies behind it is read one by one.
+        # Taken whole are the first and the last: what lies between them is read one by one.
         client.send(request())
         await here.until(lambda: here.proxy.state().requests == 1)
         client.send(request(prompt="2"), request(prompt="3"), b"POST /v1/comp")
@@ -853,11 +853,33 @@ async def requests_ahead_of_their_answers(here: Here) -> None:
         await client.answer()
 
 
-@scenario()
+@scenario("whole")
 async def two_requests_in_one_piece(here: Here) -> None:
     client = await here.client()
     client.send(request(prompt="1") + request(prompt="2"))
     await client.answer()
+    await client.answer()
+
+
+@scenario("whole", "whole")
+async def a_body_that_comes_after_its_head(here: Here) -> None:
+    client = await here.client()
+    for number in range(1, 3):
+        head, body = request(prompt=f"{number}").split(b"\r\n\r\n")
+        before = here.proxy.state().requests_total
+        client.send(head + b"\r\n\r\n")
+        await here.until(lambda before=before: here.proxy.state().requests_total == before + 1)
+        client.send(body)
+        await client.answer()
+
+
+@scenario()
+async def a_body_that_comes_in_two_pieces(here: Here) -> None:
+    client = await here.client()
+    text = request()
+    client.send(text[:-20])
+    await here.until(lambda: here.proxy.state().buffered_bytes > 0)
+    client.send(text[-20:])
     await client.answer()
 
 
