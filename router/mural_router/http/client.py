@@ -245,8 +245,8 @@ class ClientConnection(Watched):
         self.deadline = self._watch.now + self._settings.body_timeout_s
         if head.expects_continue and not self._data:
             self.transport.write(_CONTINUE)
-        elif not head.chunked:
-            self._head = raw
+        # Whatever is left of a request that was refused: it is no part of this one.
+        self._head = b"" if head.chunked else raw
         return True
 
     def _read_body(self) -> bool:

@@ -874,6 +874,22 @@ async def a_body_that_comes_after_its_head(here: Here) -> None:
 
 
 @scenario()
+async def a_head_that_was_refused_is_nobody_elses(here: Here) -> None:
+    """A body that was no longer taken leaves nothing behind for the next, which has another key."""
+    client, most = await here.client(), here.http.max_buffered_bytes
+    head, body = request(key=ADMIN).split(b"\r\n\r\n")
+    client.send(head + b"\r\n\r\n")
+    await here.until(lambda: here.proxy.state().requests_total == 2)
+    here.server.buffered_bytes += most
+    client.send(body)
+    assert (await client.answer()).startswith(b"HTTP/1.1 503")
+    here.server.buffered_bytes -= most
+    lines = f"host: a\r\n{bearer('nobody00')}\r\ntransfer-encoding: chunked\r\n\r\n"
+    client.send(b"POST /v1/completions HTTP/1.1\r\n" + lines.encode() + chunk(body) + LAST_CHUNK)
+    assert (await client.answer()).startswith(b"HTTP/1.1 401")
+
+
+@scenario()
 async def a_body_that_comes_in_two_pieces(here: Here) -> None:
     client = await here.client()
     text = request()
