@@ -1510,3 +1510,22 @@ async def test_what_is_in_flight_is_counted_and_bounded(here: Here) -> None:
     assert (await client.answer()).startswith(b"HTTP/1.1 503")
     assert here.used == ["whole"]
     here.server.buffered_bytes = 0
+
+
+async def test_a_body_is_kept_once_when_its_answer_comes_in_pieces(here: Here) -> None:
+    go = asyncio.Event()
+
+    async def stream(turn: Turn) -> None:
+        await turn.send(EVENTS + chunk(b"data: 1\n\n"))
+        await go.wait()
+        await turn.send(LAST_CHUNK)
+
+    here.plays(stream)
+    client = await here.client()
+    client.send(request(stream=True))
+    await client.reader.readuntil(b"data: 1\n\n")
+    (exchange,) = (each._exchange for each in here.server._connections if each._exchange)
+    assert isinstance(exchange, _Express)
+    assert (exchange._data, exchange.body) == (b"", request(stream=True).partition(b"\r\n\r\n")[2])
+    go.set()
+    await client.reader.readuntil(LAST_CHUNK)
