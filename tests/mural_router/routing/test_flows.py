@@ -514,6 +514,24 @@ def test_a_flow_meets_its_tenants_limits_and_counts_once() -> None:
     assert made.limiter.snapshot().refused == {"requests": 2}
 
 
+def test_whoever_waits_is_looked_at_when_a_request_of_a_flow_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Made(limits=TenantLimits(tokens_per_minute=1000, concurrency=5))
+    made.source.set(ALONE)
+    flow = made.find("acme:v1")
+    assert flow is not None
+    request = made.flows.admit(flow, 10, 16, False)
+    assert request is not None
+    in_flight: list[int] = []
+    look = lambda: in_flight.append(made.dispatch.ledger.in_flight("a"))  # noqa: E731
+    monkeypatch.setattr(made.dispatch, "_freed", look)
+    made.routing.finish(request, Outcome(200, 7, 5))
+    assert in_flight == [0]
+    (tenant,) = made.limiter.snapshot().tenants
+    assert (tenant.tokens, tenant.sequences) == (12, 0)
+
+
 # -- memory ---------------------------------------------------------------------------------------
 
 
