@@ -64,7 +64,7 @@ class ClientConnection(Watched):
         self._decoder: ChunkDecoder | None = None
         self._missing = 0
         self._head = b""
-        """As it came, until something of its body has."""
+        """A request's head as it came, until something of its body has."""
         self._body = bytearray()
         self._buffered = 0
         self._limit = 0
@@ -229,9 +229,12 @@ class ClientConnection(Watched):
         if not self.body_is_unread:
             self._plan = self._server.application.plan(head)
             return self._ask(exchange)
-        return self._expect_body(exchange, head, raw)
+        # Of this request, whatever became of the one before; of one whose body came with it nobody
+        # needs it.
+        self._head = raw if not head.chunked and not self._data else b""
+        return self._expect_body(exchange, head)
 
-    def _expect_body(self, exchange: Exchange, head: RequestHead, raw: bytes) -> bool:
+    def _expect_body(self, exchange: Exchange, head: RequestHead) -> bool:
         self._state = _State.BODY
         if head.method in ("GET", "HEAD"):
             raise BadRequest(f"A {head.method} has no body.")
@@ -245,8 +248,6 @@ class ClientConnection(Watched):
         self.deadline = self._watch.now + self._settings.body_timeout_s
         if head.expects_continue and not self._data:
             self.transport.write(_CONTINUE)
-        # Whatever is left of a request that was refused: it is no part of this one.
-        self._head = b"" if head.chunked else raw
         return True
 
     def _read_body(self) -> bool:

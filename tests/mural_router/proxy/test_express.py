@@ -836,13 +836,13 @@ async def requests_on_one_connection(here: Here) -> None:
         await client.answer()
 
 
-@scenario("whole", "whole", "whole", "whole")
+@scenario("whole", "whole")
 async def requests_ahead_of_their_answers(here: Here) -> None:
     client = await here.client()
     for _ in range(2):
         go = asyncio.Event()
         here.plays(answers_after(go))
-        # Taken whole are the first and the last: what lies between them is read one by one.
+        # The first is taken whole; what lies behind it is read one by one.
         client.send(request())
         await here.until(lambda: here.proxy.state().requests == 1)
         client.send(request(prompt="2"), request(prompt="3"), b"POST /v1/comp")
@@ -853,7 +853,7 @@ async def requests_ahead_of_their_answers(here: Here) -> None:
         await client.answer()
 
 
-@scenario("whole")
+@scenario()
 async def two_requests_in_one_piece(here: Here) -> None:
     client = await here.client()
     client.send(request(prompt="1") + request(prompt="2"))
