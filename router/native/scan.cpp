@@ -565,10 +565,37 @@ PyObject* scan_answer(PyObject*, PyObject* argument) {
                        digest ? Py_True : Py_False);
 }
 
+// Whole chunks of a stream, each of whole events, none of which may tell the usage.
+PyObject* scan_events(PyObject*, PyObject* argument) {
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
+  const char* at = data;
+  const char* end = data + size;
+  while (at < end) {
+    Py_ssize_t length = 0;
+    const char* digits = at;
+    for (; at < end && at - digits < 8 && is_hex(*at); ++at)
+      length = length * 16 + (*at <= '9' ? *at - '0' : lower(*at) - 'a' + 10);
+    if (at == digits || end - at < 2 || at[0] != '\r' || at[1] != '\n') Py_RETURN_FALSE;
+    at += 2;
+    if (length < 2 || end - at < length + 2) Py_RETURN_FALSE;
+    const char* stop = at + length;
+    // An event's end: so nothing that is looked for lies across two chunks.
+    const bool ends = stop[-1] == '\n' && (stop[-2] == '\n' || (length > 2 && stop[-2] == '\r' &&
+                                                               stop[-3] == '\n'));
+    if (!ends || stop[0] != '\r' || stop[1] != '\n') Py_RETURN_FALSE;
+    at = stop + 2;
+  }
+  if (size == 0 || FIND(data, end, "\"prompt_tokens\":") != nullptr) Py_RETURN_FALSE;
+  Py_RETURN_TRUE;
+}
+
 PyMethodDef methods[] = {
     {"scan_request", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scan_request)),
      METH_FASTCALL, nullptr},
     {"scan_answer", scan_answer, METH_O, nullptr},
+    {"scan_events", scan_events, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

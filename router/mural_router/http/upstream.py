@@ -75,6 +75,7 @@ class ReplicaConnection(Watched):
         self._idle_timeout_s = pool.settings.idle_timeout_s
         self._caller: Caller | None = None
         self._first: Callable[[bytes], bool] | None = None
+        self._passes: Callable[[bytes], bool] | None = None
         self._start = b""
         self._head: ResponseHead | None = None
         self._interim = 0
@@ -107,6 +108,13 @@ class ReplicaConnection(Watched):
         self._sending = not complete
         self.deadline = self._watch.now + self._pool.settings.first_byte_timeout_s
         self.transport.writelines(list(pieces))
+
+    def pass_on(self, passes: Callable[[bytes], bool]) -> None:
+        """Show the caller each piece that begins with a chunk, until the answer's end.
+
+        True: it was whole chunks, none of them the last, and is dealt with.
+        """
+        self._passes = passes
 
     def send_more(self, data: bytes) -> None:
         """A piece of a body that is passed on."""
@@ -159,6 +167,7 @@ class ReplicaConnection(Watched):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
+        self._passes = None
         self._pool.lost(self)
         caller, self._caller = self._caller, None
         if caller is not None:
@@ -185,6 +194,11 @@ class ReplicaConnection(Watched):
         if self._caller is None:
             # Nothing was asked: an answer to nothing must not become one to the next request.
             self._close()
+            return
+        passes, decoder = self._passes, self._decoder
+        if passes is not None and decoder is not None and decoder.whole and passes(data):
+            if not self._paused:
+                self.deadline = self._watch.now + self._idle_timeout_s
             return
         first, self._first = self._first, None
         if first is not None and first(data):
@@ -256,6 +270,7 @@ class ReplicaConnection(Watched):
 
     def _end(self) -> None:
         caller, self._caller = self._caller, None
+        self._passes = None
         assert caller is not None
         assert self._head is not None
         if self._paused:
@@ -275,6 +290,7 @@ class ReplicaConnection(Watched):
             caller.answer_breaks(error)
 
     def _close(self) -> None:
+        self._passes = None
         if not self._closed:
             self._closed = True
             self._pool.lost(self)

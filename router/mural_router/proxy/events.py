@@ -33,10 +33,10 @@ def error_event(error: MuralError) -> bytes:
 class EventRelay:
     """One stream. What `feed` and `end` give is to be sent."""
 
-    __slots__ = ("_held", "_hide_usage", "usage")
+    __slots__ = ("_hide_usage", "held", "usage")
 
     def __init__(self, *, hide_usage: bool) -> None:
-        self._held = b""
+        self.held = b""
         """The beginning of an event whose end has not come."""
         self._hide_usage = hide_usage
         self.usage: Usage | None = None
@@ -47,21 +47,21 @@ class EventRelay:
         ``raw`` with the body's last chunk in it is never given as it came: `end` sends that.
         Raises `BrokenAnswer` for an event that does not end.
         """
-        if whole and not self._held and payload.endswith(_ENDS) and MARK not in payload:
+        if whole and not self.held and payload.endswith(_ENDS) and MARK not in payload:
             # An end before the last chunk cannot look like the last chunk: \n stands before it.
             return raw[: -len(LAST_CHUNK)] if raw.endswith(LAST_CHUNK) else raw
         return self._reframed(payload)
 
     def end(self) -> bytes:
         """The answer is complete: what was held, and the last chunk."""
-        held, self._held = self._held, b""
+        held, self.held = self.held, b""
         return chunk(held) + LAST_CHUNK if held else LAST_CHUNK
 
     def _reframed(self, payload: bytes) -> bytes:
-        text = self._held + payload
+        text = self.held + payload
         cut = max(text.rfind(end) + len(end) if end in text else 0 for end in _ENDS)
-        self._held = text[cut:]
-        if len(self._held) > MAX_EVENT_BYTES:
+        self.held = text[cut:]
+        if len(self.held) > MAX_EVENT_BYTES:
             raise BrokenAnswer("an event does not end")
         events = text[:cut]
         if MARK in events:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from mural_resolvers.errors import MuralError
 from mural_router.http.exchange import Exchange, Reader, status_line
 from mural_router.http.head import ResponseHead
+from mural_router.http.scan import plain_events
 from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
 from mural_router.proxy.errors import RouterUnknown, log_unknown, told
 from mural_router.proxy.events import EventRelay, error_event
@@ -209,9 +210,21 @@ class Relay(Caller, Reader):
         self._first_byte_s = monotonic() - self._exchange.arrived
         if head.length is None and _is_events(head):
             self._events = EventRelay(hide_usage=routed.hide_usage)
+            if plain_events is not None:
+                connection.pass_on(self._passes)
         else:
             self._reader = UsageReader()
         self._head_bytes = self._answer_head(head, routed)
+
+    def _passes(self, data: bytes) -> bool:
+        """Pass a piece of events on as it came, as `EventRelay.feed` would: so it is with most."""
+        events = self._events
+        assert events is not None
+        assert plain_events is not None
+        if not self._began or events.held or not plain_events(data):
+            return False
+        self._exchange.write(data)
+        return True
 
     def answer_goes_on(self, raw: bytes, payload: bytes, whole: bool) -> None:
         if self._events is not None:

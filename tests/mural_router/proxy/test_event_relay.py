@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from mural_resolvers.errors import Unavailable
 from mural_router.http.chunks import LAST_CHUNK, ChunkDecoder, chunk
 from mural_router.http.errors import BrokenAnswer
+from mural_router.http.scan import plain_events
 from mural_router.proxy.events import MAX_EVENT_BYTES, EventRelay, error_event
 from mural_router.proxy.usage import UsageReader, find_usage
 
@@ -135,3 +136,53 @@ def test_a_usage_is_read_from_any_pieces(cuts: list[int]) -> None:
     for piece in pieces_of(text % (b"x" * 2000), cuts):
         reader.feed(piece)
     assert reader.usage == (3, 45)
+
+
+PIECES = st.one_of(
+    st.lists(
+        st.sampled_from([b'data: {"a":1}\n\n', b"data: x\r\n\r\n", DONE, USAGE, RUNNING, b"data"])
+    )
+    .map(lambda events: b"".join(map(chunk, events)))
+    .flatmap(lambda raw: st.sampled_from([raw, raw + LAST_CHUNK, raw[:-1], raw[1:], b"0" + raw])),
+    st.binary(max_size=40),
+    st.text("0123456789aF\r\ndx", max_size=40).map(str.encode),
+)
+
+
+@pytest.mark.skipif(plain_events is None, reason="the native reader is not built")
+@settings(max_examples=500, deadline=None)
+@given(PIECES)
+def test_what_is_passed_on_unread_is_what_would_be_passed_on(raw: bytes) -> None:
+    assert plain_events is not None
+    if not plain_events(raw):
+        return
+    decoder, relay = ChunkDecoder(), EventRelay(hide_usage=True)
+    payload, rest = decoder.feed(raw)
+    assert (rest, decoder.whole, decoder.done) == (b"", True, False)
+    assert relay.feed(raw, payload, True) == raw
+    assert (relay.held, relay.usage) == (b"", None)
+
+
+@pytest.mark.skipif(plain_events is None, reason="the native reader is not built")
+@pytest.mark.parametrize(
+    ("raw", "plain"),
+    [
+        (chunk(b"data: x\n\n"), True),
+        (chunk(b"data: x\r\n\r\n") + chunk(DONE), True),
+        (b"A\r\ndata: 12\n\n\r\n", True),
+        (b"", False),
+        (chunk(b"data: x\n"), False),
+        (chunk(b"data: x") + chunk(b"\n\n"), False),
+        (chunk(b"data: x\n\n")[:-1], False),
+        (chunk(b"data: x\n\n") + b"5", False),
+        (chunk(USAGE), False),
+        (chunk(DONE) + LAST_CHUNK, False),
+        (b"00000009\r\ndata: x\n\n\r\n", True),
+        (b"000000009\r\ndata: x\n\n\r\n", False),
+        (b"9;x=1\r\ndata: x\n\n\r\n", False),
+        (b"ffffffff\r\ndata: x\n\n\r\n", False),
+    ],
+)
+def test_a_piece_is_plain_or_not(raw: bytes, plain: bool) -> None:
+    assert plain_events is not None
+    assert plain_events(raw) is plain
