@@ -134,6 +134,8 @@ def _run(engine: EngineSettings, server: ServerSettings) -> int:
     log_to_stderr(server.log_level)
     for chatty in CHATTY:
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    # Before anything that takes long.
+    logging.getLogger("mural").info("starting, to serve %s", engine.model)
     # The cores are the engine's: the tokenizer in this process must not make a team of threads.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

@@ -37,6 +37,8 @@ class FleetNews:
 
     def begin(self) -> None:
         """Tell the state of every replica."""
+        # Until then no base is agreed on, and it would be said that all serve another one.
+        self._view.publish_now()
         self._tell()
 
     def close(self) -> None:

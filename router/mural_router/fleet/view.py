@@ -161,6 +161,12 @@ class FleetView:
             due = self._published_s + PUBLISH_INTERVAL_S
             self._pending = loop.call_at(max(due, loop.time()), self._publish)
 
+    def publish_now(self) -> None:
+        """Take into the fleet at once what is known and was to come with it soon."""
+        if self._pending is not None:
+            self._pending.cancel()
+            self._publish()
+
     def _publish(self) -> None:
         self._pending = None
         self._published_s = asyncio.get_running_loop().time()

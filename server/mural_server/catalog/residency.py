@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -171,7 +172,7 @@ class Residency:
                     ),
                 )
                 self._loads[lora_int_id] = flight
-                flight.task.add_done_callback(lambda task: self._loaded(entry, task))
+                flight.task.add_done_callback(partial(self._loaded, entry, self._clock()))
             await asyncio.wait({flight.task})
             if flight.task.cancelled():
                 raise Unavailable("The server is shutting down.")
@@ -181,7 +182,7 @@ class Residency:
                 continue
             return flight.task.result()
 
-    def _loaded(self, entry: Entry, task: asyncio.Task[AdapterInfo]) -> None:
+    def _loaded(self, entry: Entry, began: float, task: asyncio.Task[AdapterInfo]) -> None:
         self._loads.pop(entry.lora.lora_int_id, None)
         self._names.changed()
         if task.cancelled():
@@ -192,7 +193,8 @@ class Residency:
             if isinstance(error, UnusableAdapter) and not isinstance(error, ManifestMismatch):
                 self._unusable.remember(entry.lora.digest, error)
         else:
-            logger.debug("adapter %s is loaded: rank %d", entry.name, task.result().rank)
+            rank, seconds = task.result().rank, self._clock() - began
+            logger.info("adapter %s is loaded: rank %d, %.1f s", entry.name, rank, seconds)
 
     async def _load_held(self, principal: Principal, entry: Entry) -> AdapterInfo:
         """The flight uses what it loads: its waiters may all have left."""
