@@ -137,8 +137,8 @@ def _add_object_flags(parser: argparse.ArgumentParser) -> None:
         "--lease",
         type=_object_name,
         metavar="NAME",
-        help="by which one of several operators acts (default mural-operator); operators of "
-        "different pools need different ones",
+        help="name of the Lease by which one of several operators acts (default mural-operator); "
+        "operators of different pools need different ones",
     )
     group.add_argument(
         "--keys-secret",

@@ -83,7 +83,7 @@ class RouteCommand:
         parser.add_argument(
             "--config",
             metavar="FILE",
-            help="all settings in YAML; flags hold over it; read again when it changes",
+            help="all settings in YAML; flags override it; read again when it changes",
         )
         _add_replica_flags(parser)
         _add_http_flags(parser)
@@ -230,7 +230,7 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
         "--router-token-file",
         metavar="FILE",
         help="holds the token by which Mural servers (--auth router) know this router; read again "
-        "when it changes, as the next two (or MURAL_ROUTER_TOKEN)",
+        "when it changes, as are the next two (or MURAL_ROUTER_TOKEN)",
     )
     group.add_argument(
         "--control-token-file",
@@ -242,11 +242,15 @@ def _add_replica_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="holds the key of vLLM pods (or MURAL_VLLM_API_KEY)",
     )
-    group.add_argument("--replica-ca-file", metavar="FILE", help="signs replicas' certificates")
+    group.add_argument(
+        "--replica-ca-file",
+        metavar="FILE",
+        help="certificates of the authority that signed the replicas'",
+    )
     group.add_argument(
         "--replica-server-name",
         metavar="NAME",
-        help="which replicas' certificates are for, where replicas are reached by address "
+        help="name in the replicas' certificates, where replicas are reached by address "
         "(default: the address)",
     )
     group.add_argument("--replica-certfile", metavar="FILE", help="is shown to replicas (mTLS)")
