@@ -11,6 +11,7 @@ for want of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -36,7 +37,7 @@ from mural_router.routing.versions import Exact, Versions
 __all__ = ["Express", "Flow", "FlowRequest", "Flows", "Unfolding"]
 
 MAX_FLOWS: Final = 8_192
-"""Remembered; what is found to have none is remembered too."""
+"""Remembered, and as many again of those that have none."""
 
 
 class Flow(msgspec.Struct, eq=False, kw_only=True):
@@ -128,8 +129,9 @@ class Flows:
         self._identity = identity
         self._salt = salt
         self._found: dict[bytes, Flow] = {}
+        """By the sha256 of what they are found by: there is a secret in it."""
         self._without: set[bytes] = set()
-        """The keys that have none in `_fleet`."""
+        """Those that have none in `_fleet`."""
         self._fleet: Fleet | None = None
         self._number = 0
         """Of `_fleet`."""
@@ -153,14 +155,15 @@ class Flows:
         fleet = source.fleet
         if fleet is not self._fleet:
             self._fleet, self._number, self._without = fleet, self._number + 1, set()
-        flow = self._found.get(key)
+        digest = sha256(key).digest()
+        flow = self._found.get(digest)
         if (
             flow is None
             # It may have left, or moved, before a fleet says so.
             or source.endpoint(flow.endpoint.name) is not flow.endpoint
             or (flow.fleet != self._number and not self._stays(flow, fleet))
         ):
-            flow = self._learn(key, fleet)
+            flow = self._learn(key, digest, fleet)
             if flow is None:
                 return None
         # What may change without any of those: the versions, and what is declared.
@@ -169,7 +172,7 @@ class Flows:
         except MuralError:
             exact = None
         if exact != flow.exact or dispatch.declared_for(flow.adapter) != flow.declared:
-            del self._found[key]
+            del self._found[digest]
             return None
         return flow
 
@@ -205,10 +208,10 @@ class Flows:
         self._base, self._policy = self._dispatch.source.base, self._dispatch.policy
         self._ring, self._by_options = self._auth.ring, self.options
 
-    def _learn(self, key: bytes, fleet: Fleet) -> Flow | None:
-        if key in self._without:
+    def _learn(self, key: bytes, digest: bytes, fleet: Fleet) -> Flow | None:
+        if digest in self._without:
             return None
-        self._found.pop(key, None)
+        self._found.pop(digest, None)
         path, sent, model = (part.decode("latin-1") for part in key.split(b"\n"))
         flow = None
         # Without a version it may be the base's name, or one that an admin gave.
@@ -222,13 +225,14 @@ class Flows:
                 if exact is None:
                     return None  # It has to be looked up first.
                 flow = self._flow(path, principal, name, exact, fleet)
-        if len(self._found) + len(self._without) >= MAX_FLOWS:
-            self._found.clear()
-            self._without.clear()
+        # Apart, so that keys which somebody makes up push no flow out.
+        kept = self._found if flow is not None else self._without
+        if len(kept) >= MAX_FLOWS:
+            kept.clear()
         if flow is None:
-            self._without.add(key)
+            self._without.add(digest)
         else:
-            self._found[key] = flow
+            self._found[digest] = flow
         return flow
 
     def _stays(self, flow: Flow, fleet: Fleet) -> bool:

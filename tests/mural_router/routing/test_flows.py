@@ -543,7 +543,24 @@ def test_no_more_are_kept_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
         assert made.find(f"acme:v{at}") is not None
         assert made.find(f"acme:v{at}", "Bearer wrong") is None
         assert made.find(f"globex:v{at}") is None
-        assert len(made.flows._found) + len(made.flows._without) <= 8
+        assert len(made.flows._found) <= 8
+        assert len(made.flows._without) <= 8
+
+
+def test_made_up_keys_push_no_flow_out_and_no_secret_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flows_module, "MAX_FLOWS", 8)
+    made = Made()
+    made.source.set(ALONE)
+    flow = made.find("acme:v1")
+    assert flow is not None
+    for at in range(50):
+        assert made.find("acme:v1", f"Bearer wrong-{at}") is None
+    assert made.find("acme:v1") is flow
+    kept = repr((made.flows._found, made.flows._without))
+    assert str(KEYS[1]).removeprefix("Bearer ") not in kept
+    assert "wrong" not in kept
 
 
 def test_what_has_no_flow_is_found_once_while_nothing_changes(
