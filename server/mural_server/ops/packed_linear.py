@@ -58,7 +58,10 @@ def pack(
     if form == "half" and weight.dtype == torch.bfloat16 and not exact and _fits_half(weight):
         wide_bias = None if bias is None else bias.float()
         laid_out = torch.ops.quantized.linear_prepack_fp16(weight.float(), wide_bias)
-    elif form != "plain" and weight.dtype in PREPACK_DTYPES:
+    elif weight.dtype in PREPACK_DTYPES and (
+        # Whoever asks for ``half`` need not know that the CPU packs what that cannot hold.
+        form == "prepacked" or (form == "half" and _can_prepack(weight.dtype))
+    ):
         laid_out = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
     return PackedLinear(laid_out, bias, in_features, out_features)
 
@@ -132,6 +135,7 @@ def _fits_half(weight: torch.Tensor) -> bool:
     return HALF_RANGE[0] <= largest <= HALF_RANGE[1]
 
 
+@cache
 def _can_prepack(dtype: torch.dtype) -> bool:
     """Try oneDNN's private operators on a small product: they may go or change in any release."""
     weight = torch.linspace(-1, 1, 32 * 16).view(32, 16).to(dtype)
