@@ -27,9 +27,9 @@ from mural_resolvers.kubernetes.paths import LEASES
 
 __all__ = ["Clock", "Election", "ElectionTiming", "LeaseClient", "WorkGoesOn"]
 
-CALL_S: Final = 1.9
+CALL_S: Final = 2.0
 """For one attempt: a connection that hangs must leave the time for another."""
-RETRY_S: Final = 0.2
+RETRY_S: Final = 0.4
 LONGEST_S: Final = 60
 """A Lease that claims to hold for longer is believed for this long."""
 
@@ -73,9 +73,9 @@ class ElectionTiming:
     else may begin, which leaves room for clocks of different rates.
     """
 
-    duration_s: int = 5
-    renew_s: float = 1.0
-    act_s: float = 3.3
+    duration_s: int = 6
+    renew_s: float = 1.5
+    act_s: float = 4.0
     stop_s: float = 1.0
 
     def __post_init__(self) -> None:

@@ -237,9 +237,9 @@ def test_the_first_leads_and_renews_and_the_second_waits() -> None:
         await asyncio.sleep(60)
         assert stage.terms == ["operator-0"]
         assert second.election.leader == "operator-0"
-        assert 55 <= api.writes <= 65
+        assert 35 <= api.writes <= 45
         assert api.lease is not None
-        assert api.lease["spec"]["leaseDurationSeconds"] == 5
+        assert api.lease["spec"]["leaseDurationSeconds"] == 6
         assert api.lease["spec"]["leaseTransitions"] == 0
         for each in (first, second):
             await each.end()
@@ -257,7 +257,7 @@ def test_a_leader_that_dies_is_followed_within_a_lease_and_a_look() -> None:
         first.line.loses_requests = True
         died = asyncio.get_running_loop().time()
         await second.election.wait_leading()
-        assert asyncio.get_running_loop().time() - died < 5 + 1.5
+        assert asyncio.get_running_loop().time() - died < 6 + 2
         assert stage.terms == ["operator-0"]
         await asyncio.sleep(0.1)
         assert stage.terms == ["operator-0", "operator-1"]
@@ -277,7 +277,7 @@ def test_a_leader_without_an_api_server_stops_before_the_lease_lapses() -> None:
         first.line.loses_answers = first.line.loses_requests = True
         cut = asyncio.get_running_loop().time()
         await stage.empty.wait()
-        assert asyncio.get_running_loop().time() - cut < 3.5
+        assert asyncio.get_running_loop().time() - cut < 4.2
         first.line.loses_answers = first.line.loses_requests = False
         await asyncio.sleep(5)
         # It goes on when it has renewed.
@@ -315,7 +315,7 @@ def test_who_ends_gracefully_is_followed_at_the_next_look() -> None:
         assert not stage.acting
         ended = asyncio.get_running_loop().time()
         await second.election.wait_leading()
-        assert asyncio.get_running_loop().time() - ended < 1.5
+        assert asyncio.get_running_loop().time() - ended < 2
         await second.end()
 
     in_virtual_time(main())
