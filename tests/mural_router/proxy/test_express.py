@@ -1401,7 +1401,7 @@ async def nobody_is_overtaken(here: Here) -> None:
     await here.until(lambda: here.queue.waiting == 1)
     here.replica("b", ready=True, max_num_seqs=1)
     after.send(request())
-    await here.until(lambda: here.proxy.state().requests == 3)
+    await here.until(lambda: here.proxy.state().requests_total == 4)
     go.set()
     for client in (first, waiting, after):
         await client.answer()
