@@ -86,7 +86,9 @@ def running(file: Path) -> psutil.Process | None:
 
     try:
         process = psutil.Process(int(file.read_text().split()[0]))
-        return None if process.status() == psutil.STATUS_ZOMBIE else process
+        # Its first thread may be one before the others have let go of its ports.
+        ended = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+        return None if ended else process
     except (psutil.NoSuchProcess, IndexError):
         return None
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 
 import pytest
+import trustme
+
+
+@pytest.fixture(scope="session")
+def _authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("authorities") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(str(path))
+    return path
 
 
 @pytest.fixture(autouse=True)
-def _trust_nobody_unasked(monkeypatch: pytest.MonkeyPatch) -> None:
+def _trust_nobody_unasked(_authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Authorities are those that a test names: the system's take 50 ms to read, each time."""
-    monkeypatch.setenv("SSL_CERT_FILE", os.devnull)
-    monkeypatch.setenv("SSL_CERT_DIR", os.devnull)
+    monkeypatch.setenv("SSL_CERT_FILE", str(_authority))
