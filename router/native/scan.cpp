@@ -561,7 +561,10 @@ PyObject* scan_answer(PyObject*, PyObject* argument) {
     used += bytes + 2;
   }
   if (length < 1 || length != end - at || at - data > kMaxAnswerHead) Py_RETURN_NONE;
-  return Py_BuildValue("(y#nO)", passed, used, static_cast<Py_ssize_t>(at - data),
+  // No "y#": headers of 3.13 compile it to what older versions refuse.
+  PyObject* fields = PyBytes_FromStringAndSize(passed, used);
+  if (fields == nullptr) return nullptr;
+  return Py_BuildValue("(NnO)", fields, static_cast<Py_ssize_t>(at - data),
                        digest ? Py_True : Py_False);
 }
 
