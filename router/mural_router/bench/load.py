@@ -62,7 +62,9 @@ class _Client(asyncio.Protocol):
         run = self.run
         if run.gaps is not None:
             now = time.perf_counter()
-            if self._last_piece:
+            if not self._last_piece:
+                run.streams()
+            elif run.counting:
                 run.gaps.append(now - self._last_piece)
             self._last_piece = now
         if not self._begun:
@@ -98,6 +100,7 @@ class _Run:
     """What one kind of load counts."""
 
     gaps: list[float] | None = None
+    counting = False
 
     def __init__(self, port: int, requests: list[bytes]) -> None:
         self.port = port
@@ -130,6 +133,9 @@ class _Run:
     @abstractmethod
     def answered(self, client: _Client) -> None:
         """An answer is whole."""
+
+    def streams(self) -> None:
+        """An answer's first piece has come."""
 
     def report(self) -> dict[str, object]:
         return {
@@ -180,26 +186,37 @@ class _AtRate(_Run):
 
 
 class _Streams(_Run):
-    """Many streams at one time, begun over one pace's time."""
+    """Many streams at one time; gaps are counted while all of them are open.
+
+    They are begun evenly over some time, since what a burst of new requests costs is another
+    figure, and none ends before the last has run for a while.
+    """
 
     def __init__(self, port: int, requests: list[bytes]) -> None:
         super().__init__(port, requests)
         self.gaps = []
         self._wanted = 0
+        self._streaming = 0
         self._all = asyncio.Event()
 
+    def streams(self) -> None:
+        self._streaming += 1
+        self.counting = self._streaming == self._wanted and not self.done
+
     def answered(self, client: _Client) -> None:
+        self.counting = False
         self.done += 1
         if self.done == self._wanted:
             self._all.set()
 
-    async def run(self, streams: int, pace_s: float, seconds: float) -> None:
+    async def run(self, streams: int, opening_s: float, seconds: float) -> None:
         self._wanted = streams
         clients = await self.connect(streams)
+        begun = time.perf_counter()
         for i, client in enumerate(clients):
+            due = begun + opening_s * i / streams
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
             client.ask(self.next(), 0.0)
-            if i % 20 == 19:
-                await asyncio.sleep(pace_s * 20 / streams)
         async with asyncio.timeout(seconds * 3 + 10):
             await self._all.wait()
 
@@ -225,7 +242,7 @@ async def _run(arguments: argparse.Namespace) -> dict[str, object]:
     ]
     if arguments.kind == "streams":
         streams = _Streams(arguments.port, requests)
-        await streams.run(arguments.connections, arguments.pace_s, arguments.seconds)
+        await streams.run(arguments.connections, arguments.opening_s, arguments.seconds)
         return streams.report()
     if arguments.kind == "rate":
         rate = _AtRate(arguments.port, requests)
@@ -246,6 +263,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rate", type=float, default=500.0)
     parser.add_argument("--pace-s", type=float, default=0.05)
+    parser.add_argument("--opening-s", type=float, default=2.0)
     print(json.dumps(uvloop.run(_run(parser.parse_args()))))
 
 
