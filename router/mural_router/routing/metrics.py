@@ -100,6 +100,8 @@ class RouterMetrics:
     choices: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
     """``made``, or why not: ``attempts``, ``budget``, ``replicas``."""
+    express: Counter[str] = field(default_factory=Counter)
+    """Of the express way: ``whole``, ``unfolded`` into an ordinary request, or ``refused``."""
     replicas: dict[str, ReplicaNumbers] = field(default_factory=dict)
     request_s: Distribution = field(default_factory=Distribution)
     first_byte_s: Distribution = field(default_factory=Distribution)
@@ -196,6 +198,12 @@ class _Requests(Collector):
             "Retries that were made, or why not.",
             "outcome",
             metrics.retries,
+        )
+        yield counters(
+            "mural_router_express",
+            "Requests of the express way: answered whole, unfolded into ordinary ones, refused.",
+            "outcome",
+            metrics.express,
         )
         tokens = {"prompt": metrics.prompt_tokens, "completion": metrics.completion_tokens}
         yield counters("mural_router_tokens", "Tokens that replicas told of.", "kind", tokens)

@@ -270,6 +270,7 @@ class FleetRouting(Unfolding):
 
     def unfold(self, request: FlowRequest, ask: Ask) -> Routed:
         flow = request.flow
+        self.metrics.express["unfolded"] += 1
         story = self._story(ask, request.arrived)
         story.principal, story.target = flow.principal, flow.target
         asked = self._asked(ask, story, flow.principal)
@@ -279,6 +280,7 @@ class FleetRouting(Unfolding):
         return self._routed(asked, flow.target, placement, request.hold, turn, sent=True)
 
     def refuse(self, flow: Flow, ask: Ask, error: Exception) -> None:
+        self.metrics.express["refused"] += 1
         story = self._begin(ask)
         story.principal, story.target = flow.principal, flow.target
         story.stream = inspect_body(ask.body).stream
@@ -286,6 +288,7 @@ class FleetRouting(Unfolding):
 
     def finish(self, request: FlowRequest, outcome: Outcome) -> None:
         flow, hold = request.flow, request.hold
+        self.metrics.express["whole"] += 1
         if outcome.prompt_tokens is not None:
             hold.settle(outcome.prompt_tokens + (outcome.completion_tokens or 0))
         hold.close()

@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -17,6 +18,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 import pytest
 import trustme
+from full_backlog import full_backlog
 
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
@@ -132,8 +134,12 @@ class ScriptedReplica:
         port = self._server.sockets[0].getsockname()[1]
         return Endpoint(name, "127.0.0.1", port, engine=engine)
 
-    def close(self) -> None:
+    def stop_listening(self) -> None:
+        """Connections that are there stay."""
         self._server.close()
+
+    def close(self) -> None:
+        self.stop_listening()
         self.drop()
 
     def drop(self) -> None:
@@ -421,6 +427,7 @@ class Here:
         for name in self.replicas:
             assert self.dispatch.ledger.in_flight(name) == 0
         self.queue.check_integrity()
+        assert self.metrics.express == Counter(self.used)
         await self.log.close()
         observed = {
             "client": [self._plain(data) for data in self.seen],
@@ -462,7 +469,7 @@ def _counts(exposition: str) -> list[str]:
     return [
         line
         for line in exposition.splitlines()
-        if not re.match(r"\w+_seconds(_bucket|_sum|_total|)\b", line)
+        if not re.match(r"\w+_seconds(_bucket|_sum|_total|)\b|mural_router_express_total\b", line)
     ]
 
 
@@ -676,6 +683,16 @@ async def a_fresh_connection_is_closed_before_its_answer(here: Here) -> None:
 async def the_first_connection_is_closed_before_its_answer(here: Here) -> None:
     here.plays(lose)
     assert b"x-mural-replica: b\r\n" in await here.ask()
+
+
+@scenario("unfolded", http=HttpSettings(port=0, connect_timeout_s=0.1))
+async def no_other_connection_comes_in_time(here: Here) -> None:
+    here.plays(lose)
+    here.replicas["a"].stop_listening()
+    with full_backlog(here.source.endpoints["a"].port):
+        assert b"x-mural-replica: b\r\n" in await here.ask()
+    assert here.metrics.retries["made"] == 1
+    assert here.source.suspected == ["a"]
 
 
 @scenario("unfolded")
