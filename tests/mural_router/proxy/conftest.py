@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import importlib.util
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -18,6 +22,20 @@ from mural_router.routing import Ask, Outcome, Routed, Routing
 
 BOUND_S = 20.0
 """No wait of a test is longer."""
+
+
+def _import(name: str) -> ModuleType:
+    """Make a module of this folder importable to its tests, which are no package."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+full_backlog = _import("full_backlog")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -266,3 +284,10 @@ async def stand() -> AsyncIterator[MakeStand]:
         await each.proxy.close()
         for replica in each.replicas:
             await replica.stop()
+
+
+@pytest.fixture
+def full_port() -> Iterator[int]:
+    """Where nobody is let in, and nobody refused."""
+    with full_backlog.full_backlog() as port:
+        yield port

@@ -227,6 +227,50 @@ async def test_a_replica_that_takes_no_connection_is_replaced(stand: MakeStand) 
     assert here.routing.retries[0].startswith("connect")
 
 
+async def test_a_replica_that_takes_no_connection_in_time_is_replaced(
+    stand: MakeStand, full_port: int
+) -> None:
+    here = await stand(answer, settings=HttpSettings(port=0, connect_timeout_s=0.1))
+    here.routing.endpoints.insert(0, Endpoint("full", "127.0.0.1", full_port))
+    client = await here.client()
+    client.post(BODY)
+    status, fields, _ = await client.answer()
+    assert (status, fields["x-mural-replica"]) == (200, "r0")
+    assert here.routing.retries == ["connect: no connection in time"]
+
+
+async def test_a_replica_that_never_shakes_hands_is_replaced_and_left(stand: MakeStand) -> None:
+    left = asyncio.Event()
+
+    async def says_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        left.set()
+        writer.close()
+
+    async with await asyncio.start_server(says_nothing, "127.0.0.1", 0) as listener:
+        port = listener.sockets[0].getsockname()[1]
+        here = await stand(answer, settings=HttpSettings(port=0, connect_timeout_s=0.1))
+        here.routing.endpoints.insert(0, Endpoint("mute", "127.0.0.1", port, tls=True))
+        client = await here.client()
+        client.post(BODY)
+        status, fields, _ = await client.answer()
+        assert (status, fields["x-mural-replica"]) == (200, "r0")
+        assert here.routing.retries == ["connect: no connection in time"]
+        await asyncio.wait_for(left.wait(), 20)
+
+
+async def test_with_no_replica_that_takes_a_connection_in_time_the_client_is_told(
+    stand: MakeStand, full_port: int
+) -> None:
+    here = await stand(settings=HttpSettings(port=0, connect_timeout_s=0.1))
+    here.routing.endpoints = [Endpoint("full", "127.0.0.1", full_port)]
+    client = await here.client()
+    client.post(BODY)
+    status, fields, _ = await client.answer()
+    assert (status, fields["retry-after"]) == (503, "1")
+    assert (await here.routing.outcome()).replica_failed
+
+
 async def test_without_another_replica_the_client_is_told(stand: MakeStand) -> None:
     here = await stand(lose)
     client = await here.client()
