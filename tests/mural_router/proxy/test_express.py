@@ -19,7 +19,6 @@ import msgspec
 import pytest
 import trustme
 from full_backlog import full_backlog
-from full_backlog import full_backlog
 
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
@@ -684,16 +683,6 @@ async def a_fresh_connection_is_closed_before_its_answer(here: Here) -> None:
 async def the_first_connection_is_closed_before_its_answer(here: Here) -> None:
     here.plays(lose)
     assert b"x-mural-replica: b\r\n" in await here.ask()
-
-
-@scenario("unfolded", http=HttpSettings(port=0, connect_timeout_s=0.1))
-async def no_other_connection_comes_in_time(here: Here) -> None:
-    here.plays(lose)
-    here.replicas["a"].stop_listening()
-    with full_backlog(here.source.endpoints["a"].port):
-        assert b"x-mural-replica: b\r\n" in await here.ask()
-    assert here.metrics.retries["made"] == 1
-    assert here.source.suspected == ["a"]
 
 
 @scenario("unfolded", http=HttpSettings(port=0, connect_timeout_s=0.1))
