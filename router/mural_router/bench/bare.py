@@ -31,7 +31,7 @@ class _InTurn(Routed):
     def may_retry(self, status: int, mark: str | None) -> bool:
         return False
 
-    def answered(self, status: int) -> None:
+    def answered(self, status: int, served: str | None = None) -> None:
         """Nobody counts."""
 
     def done(self, outcome: Outcome) -> None:

@@ -56,6 +56,8 @@ class PickerExchange:
         self._own_headers: Fields = ()
         """Of what no replica has a part in, once the request's head is known."""
         self._routed: Routed | None = None
+        self._destination = ""
+        """Where Envoy was told to send it."""
         self._status = 0
         self._first_byte_s: float | None = None
         self._bytes_sent = 0
@@ -112,7 +114,7 @@ class PickerExchange:
         # Set at once: what is routed has to be settled, whatever happens from here on.
         asked = msgspec.structs.replace(ask, body=body)
         routed = self._routed = await self._routing.route(asked)
-        destination = await _address(routed.endpoint)
+        destination = self._destination = await _address(routed.endpoint)
         added = routed.request_headers
         if facts.ends:
             await self._send(messages.request_headers(facts, destination, added, None))
@@ -125,7 +127,7 @@ class PickerExchange:
     async def _forward(self, facts: RequestFacts, ask: Ask) -> None:
         """To any Mural server, by its headers; the body passes as it comes."""
         routed = self._routed = await self._routing.forward(ask)
-        destination = await _address(routed.endpoint)
+        destination = self._destination = await _address(routed.endpoint)
         await self._send(messages.request_headers(facts, destination, routed.request_headers, None))
         ends = facts.ends
         while not ends:
@@ -191,7 +193,8 @@ class PickerExchange:
         by_name = dict(fields)
         self._status = int(by_name.get(":status", "0"))
         self._first_byte_s = self._loop.time() - self._arrived
-        routed.answered(self._status)
+        served = messages.served_by(message)
+        routed.answered(self._status, None if served == self._destination else served)
         if self._status == 401:
             # Told as it is, it would have the client look for a fault in its own key.
             log_unknown(routed.endpoint.name)

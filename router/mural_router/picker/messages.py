@@ -6,6 +6,7 @@ Names are those of the Gateway API Inference Extension's endpoint picker protoco
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -41,12 +42,14 @@ __all__ = [
     "response_body",
     "response_trailers",
     "said",
+    "served_by",
 ]
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET_SPACE: Final = "envoy.lb.subset_hint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 METADATA_SPACE: Final = "envoy.lb"
+SERVED: Final = "x-gateway-destination-endpoint-served"
 
 MAX_CHUNK: Final = 62_000
 """Of a body on its way to Envoy: what gateways take in one message."""
@@ -64,6 +67,8 @@ _KEPT: Final = frozenset(
 )
 """Of the client's headers; the rest is taken away: keys, cookies, what names a destination or a
 tenant, and codings in which the answer's usage could not be read."""
+
+_AUTHORITY = re.compile(r"(?:[0-9.]{7,15}|\[[0-9A-Fa-f:.]{2,45}\]):[0-9]{1,5}")
 
 _OVERWRITE: Final = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
@@ -159,6 +164,15 @@ def request_body(body: bytes, *, ends: bool) -> Iterator[ProcessingResponse]:
 def request_trailers() -> ProcessingResponse:
     """They go on as they are."""
     return ProcessingResponse(request_trailers=TrailersResponse())
+
+
+def served_by(message: ProcessingRequest) -> str | None:
+    """``ip:port`` of the endpoint that gave the answer; None where the gateway does not say it."""
+    spaces = message.metadata_context.filter_metadata
+    if METADATA_SPACE not in spaces or SERVED not in spaces[METADATA_SPACE].fields:
+        return None
+    told = spaces[METADATA_SPACE].fields[SERVED].string_value.strip()
+    return told if _AUTHORITY.fullmatch(told) else None
 
 
 def answer_headers(fields: Fields, added: Fields) -> ProcessingResponse:

@@ -129,8 +129,12 @@ class Routed(Protocol):
         """
 
     @abstractmethod
-    def answered(self, status: int) -> None:
-        """The status line of an answer came (counts for the replica's breaker)."""
+    def answered(self, status: int, served: str | None = None) -> None:
+        """The status line of an answer came (counts for the replica's breaker).
+
+        ``served``: ``host:port`` of who gave it, where a gateway went elsewhere than to
+        `endpoint`; `answer_headers` tell of that one from here on.
+        """
 
     @abstractmethod
     def done(self, outcome: Outcome) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
@@ -22,7 +22,7 @@ from mural_router.placement import (
 from mural_router.routing.breaker import FAILURES, Breakers
 from mural_router.routing.metrics import RouterMetrics
 
-__all__ = ["Attempt", "Dispatch", "FleetSource", "undeclared"]
+__all__ = ["BY_GATEWAY", "Attempt", "Dispatch", "FleetSource", "undeclared"]
 
 
 class FleetSource(Protocol):
@@ -39,6 +39,10 @@ class FleetSource(Protocol):
     def suspect(self, name: str) -> None: ...
 
     def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]: ...
+
+
+BY_GATEWAY: Final = "gateway"
+"""The reason of an attempt that a gateway, and not placement, chose the replica of."""
 
 
 def undeclared(adapter: str) -> None:
@@ -182,6 +186,21 @@ class Dispatch:
             self._count_failure(attempt)
         else:
             self.breakers.succeeded(attempt.endpoint.name, attempt, self._clock())
+
+    def moved(self, attempt: Attempt, authority: str) -> Attempt | None:
+        """A gateway sent it elsewhere than it was told. Ends the attempt, and gives the one that
+        is really under way, for its `end`; None: nobody of the fleet has it."""
+        self.end(attempt)
+        self._metrics.choices[BY_GATEWAY] += 1
+        name = self._by_authority.get(authority)
+        endpoint = None if name is None else self.source.endpoint(name)
+        if endpoint is None:
+            return None
+        moved = Attempt(endpoint, attempt.sequences, BY_GATEWAY, digest=None, cold=True)
+        self.ledger.start(endpoint.name, moved.sequences)
+        self.breakers.begin(endpoint.name, moved, self._clock())
+        self._metrics.replica(endpoint.name).attempts += 1
+        return moved
 
     def unreachable(self, attempt: Attempt) -> None:
         """No connection, or one that broke before the answer."""

@@ -16,7 +16,7 @@ from mural_router.limits.queue import Turn
 from mural_router.placement import PlacementRequest
 from mural_router.routing.access_log import AccessLog, AccessRecord, for_log, now_text
 from mural_router.routing.ask import Outcome
-from mural_router.routing.dispatch import Attempt, Dispatch
+from mural_router.routing.dispatch import BY_GATEWAY, Attempt, Dispatch
 from mural_router.routing.identity import Headers
 from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.retry import RetryBudget, may_ask_again
@@ -181,8 +181,11 @@ class RoutedRequest:
     def may_retry(self, status: int, mark: str | None) -> bool:
         return may_ask_again(self.endpoint.engine, status, mark)
 
-    def answered(self, status: int) -> None:
-        self._dispatch.answered(self._attempt, status)
+    def answered(self, status: int, served: str | None = None) -> None:
+        if served is not None:
+            self._move(served)
+        if not self._attempt.ended:
+            self._dispatch.answered(self._attempt, status)
 
     def retry(self, why: str) -> bool:
         attempt, metrics = self._attempt, self._story.metrics
@@ -250,20 +253,31 @@ class RoutedRequest:
         self._attempt = attempt
         self.endpoint = attempt.endpoint
         self.body = self._body_for(attempt.endpoint.engine)
-        story.replica, story.reason = attempt.endpoint.name, attempt.reason
-        story.digest = attempt.digest or target.digest
         story.attempts += 1
-        request_id = ("x-request-id", story.request_id)
         self.request_headers = (
             *self._identity(attempt.endpoint),
-            request_id,
+            ("x-request-id", story.request_id),
             *story.passed_on,
         )
-        answer = [request_id, ("x-mural-replica", attempt.endpoint.name)]
+        self._tell(attempt.endpoint.name, attempt.reason, attempt.digest or target.digest)
+
+    def _move(self, served: str) -> None:
+        moved = self._dispatch.moved(self._attempt, served)
+        if moved is not None:
+            self._attempt = moved
+            self.endpoint = moved.endpoint
+        replica = served if moved is None else moved.endpoint.name
+        self._tell(replica, BY_GATEWAY, self._admitted.target.digest)
+
+    def _tell(self, replica: str, reason: str, digest: str | None) -> None:
+        """Have log, trace and the answer's headers say who serves it."""
+        story, target = self._story, self._admitted.target
+        story.replica, story.reason, story.digest = replica, reason, digest
+        answer = [("x-request-id", story.request_id), ("x-mural-replica", replica)]
         if target.adapter is not None:
             answer.append(("x-mural-adapter", target.model))
-            if story.digest is not None:
-                answer.append(("x-mural-digest", story.digest))
+            if digest is not None:
+                answer.append(("x-mural-digest", digest))
         self.answer_headers = tuple(answer)
 
 
@@ -283,8 +297,10 @@ class Forwarded:
         # An upload's body has been passed on by then.
         return False
 
-    def answered(self, status: int) -> None:
+    def answered(self, status: int, served: str | None = None) -> None:
         """Uploads say nothing about how a replica generates."""
+        if served is not None:
+            self._tell(served)
 
     def retry(self, why: str) -> bool:
         if not self._left:
@@ -300,11 +316,17 @@ class Forwarded:
     def _go_to(self, endpoint: Endpoint) -> None:
         story = self._story
         self.endpoint = endpoint
-        story.replica = endpoint.name
         story.attempts += 1
         request_id = ("x-request-id", story.request_id)
         self.request_headers = (*self._identity(endpoint), request_id, *story.passed_on)
-        self.answer_headers: Headers = (request_id, ("x-mural-replica", endpoint.name))
+        self._tell(endpoint.name)
+
+    def _tell(self, replica: str) -> None:
+        self._story.replica = replica
+        self.answer_headers: Headers = (
+            ("x-request-id", self._story.request_id),
+            ("x-mural-replica", replica),
+        )
 
 
 def _rounded(seconds: float) -> float:

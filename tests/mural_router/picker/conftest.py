@@ -34,8 +34,11 @@ class ToldRouted(Routed):
     def may_retry(self, status: int, mark: str | None) -> bool:
         return False
 
-    def answered(self, status: int) -> None:
+    def answered(self, status: int, served: str | None = None) -> None:
         self._routing.statuses.append(status)
+        if served is not None:
+            self._routing.served.append(served)
+            self.answer_headers = (("x-mural-replica", served), ("x-request-id", "r-1"))
 
     def done(self, outcome: Outcome) -> None:
         self._routing.outcomes.put_nowait(outcome)
@@ -52,6 +55,8 @@ class ToldRouting(Routing):
     asks: list[Ask] = field(default_factory=list)
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
     statuses: list[int] = field(default_factory=list)
+    served: list[str] = field(default_factory=list)
+    """By whom, where not by whom it was sent to."""
     outcomes: asyncio.Queue[Outcome] = field(default_factory=asyncio.Queue)
 
     async def route(self, ask: Ask) -> Routed:

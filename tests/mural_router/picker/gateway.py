@@ -12,6 +12,8 @@ import pytest
 DESTINATION = "x-gateway-destination-endpoint"
 SUBSET_HEADER = "x-test-subset"
 """Of the tests alone: how they say which endpoints a gateway's route allows."""
+SERVED_HEADER = "x-test-served"
+"""Of the tests alone: how their replicas have the gateway say who served."""
 
 
 def envoy_program() -> str:
@@ -39,6 +41,8 @@ def gateway(
     filters = [
         _subset_filter(),
         _ext_proc_filter(fail_open),
+        # After the picker's filter, which answers pass in the opposite order.
+        _served_filter(),
         _named("http.router", "router.v3.Router"),
     ]
     manager = {
@@ -106,7 +110,7 @@ def _ext_proc_filter(fail_open: bool) -> dict[str, object]:
                 "response_trailer_mode": "SEND",
             },
             "metadata_options": {
-                "forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint"]},
+                "forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint", "envoy.lb"]},
                 "receiving_namespaces": {"untyped": ["envoy.lb"]},
             },
         },
@@ -124,6 +128,26 @@ def _subset_filter() -> dict[str, object]:
                     "on_header_present": {
                         "metadata_namespace": "envoy.lb.subset_hint",
                         "key": f"{DESTINATION}-subset",
+                        "type": "STRING",
+                    },
+                    "remove": True,
+                }
+            ],
+        },
+    }
+
+
+def _served_filter() -> dict[str, object]:
+    return {
+        "name": "envoy.filters.http.header_to_metadata",
+        "typed_config": {
+            "@type": _type("filters.http.header_to_metadata.v3.Config"),
+            "response_rules": [
+                {
+                    "header": SERVED_HEADER,
+                    "on_header_present": {
+                        "metadata_namespace": "envoy.lb",
+                        "key": f"{DESTINATION}-served",
                         "type": "STRING",
                     },
                     "remove": True,

@@ -63,13 +63,20 @@ def body(piece: bytes, *, ends: bool = False) -> ProcessingRequest:
     return ProcessingRequest(request_body=HttpBody(body=piece, end_of_stream=ends))
 
 
-def answer_head(status: int = 200, *, ends: bool = False, **fields: str) -> ProcessingRequest:
+def answer_head(
+    status: int = 200, *, ends: bool = False, served: str | None = None, **fields: str
+) -> ProcessingRequest:
     named = {name.replace("_", "-"): value for name, value in fields.items()}
-    return ProcessingRequest(
+    message = ProcessingRequest(
         response_headers=HttpHeaders(
             headers=header_map({":status": str(status), **named}), end_of_stream=ends
         )
     )
+    if served is not None:
+        message.metadata_context.filter_metadata["envoy.lb"].update(
+            {f"{DESTINATION}-served": served}
+        )
+    return message
 
 
 def answer_body(piece: bytes, *, ends: bool = False) -> ProcessingRequest:
@@ -329,6 +336,52 @@ async def test_an_answer_is_followed_to_its_end_and_its_tokens_are_told(
     assert outcome.bytes_sent == len(text)
     assert routing.statuses == [200]
     await client.ended()
+
+
+@pytest.mark.parametrize(
+    ("served", "told"),
+    [
+        (None, []),
+        ("", []),
+        ("192.0.2.8:8000\r\nx-mural-tenant: \u20ac", []),
+        ("192.0.2.7:8000", []),
+        ("192.0.2.8:8000", ["192.0.2.8:8000"]),
+        ("[2001:db8::8]:8000", ["[2001:db8::8]:8000"]),
+    ],
+)
+async def test_who_really_served_is_taken_from_the_gateway(
+    client: Client, routing, served: str | None, told: list[str]
+) -> None:
+    await client.routed()
+    await client.send(answer_head(ends=True, served=served))
+    mutation = (await client.receive()).response_headers.response.header_mutation
+    assert set_fields(mutation.set_headers)["x-mural-replica"] == (told[0] if told else "mural-0")
+    await routing.outcome()
+    assert (routing.statuses, routing.served) == ([200], told)
+
+
+@pytest.mark.parametrize("prefix", ["x-gateway-", "x-llm-d-"])
+async def test_what_decides_fairness_and_the_model_elsewhere_is_no_client_s_to_say_here(
+    client: Client, routing, prefix: str
+) -> None:
+    said = {
+        f"{prefix}inference-fairness-id": "globex",
+        f"{prefix}inference-objective": "critical",
+        f"{prefix}model-name-rewrite": "globex:v1",
+        f"{DESTINATION}-served": "192.0.2.66:1",
+        f"{DESTINATION}-subset": "192.0.2.66:1",
+    }
+    message = head(**said)
+    message.metadata_context.filter_metadata["envoy.lb"].update(said)
+    await client.send(message, body(BODY, ends=True))
+    picked = await client.receive()
+    mutation = picked.request_headers.response.header_mutation
+    assert set(mutation.remove_headers) == said.keys()
+    assert not said.keys() & set_fields(mutation.set_headers).keys()
+    assert MessageToDict(picked.dynamic_metadata) == {"envoy.lb": {DESTINATION: "192.0.2.7:8000"}}
+    assert await client.receive_body() == BODY.replace(b"acme:stable", b"acme/default:v3")
+    ask = routing.asks[0]
+    assert (dict(ask.headers), ask.candidates, ask.body) == ({}, None, BODY)
 
 
 async def test_usage_that_the_router_asked_for_is_not_passed_on(client: Client, routing) -> None:

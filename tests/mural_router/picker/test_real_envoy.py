@@ -49,6 +49,8 @@ class Replica:
     heads: list[dict[str, str]] = field(default_factory=list)
     bodies: list[bytes] = field(default_factory=list)
     status: bytes = b"200 OK"
+    more: bytes = b""
+    """Further lines of an answer's head."""
     hold: asyncio.Event | None = None
     """A stream waits for it after its first event."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
@@ -80,7 +82,8 @@ class Replica:
                 separators=(",", ":"),
             ).encode()
             head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\n" % self.status
-            writer.write(head + b"content-length: %d\r\n\r\n" % len(answer) + answer)
+            head += b"content-length: %d\r\n" % len(answer) + self.more
+            writer.write(head + b"\r\n" + answer)
             await writer.drain()
 
     async def _chunks(self, reader: asyncio.StreamReader) -> bytes:
@@ -332,6 +335,14 @@ async def test_a_subset_hint_reaches_routing(envoy: Setup, routing) -> None:
     only = f"127.0.0.1:{envoy.replicas[1].port}"
     await envoy.post(BODY, x_test_subset=only)
     assert routing.asks[0].candidates == {only}
+
+
+async def test_who_served_is_what_the_gateway_says(envoy: Setup, routing) -> None:
+    for replica in envoy.replicas:
+        replica.more = b"x-test-served: 192.0.2.99:1\r\n"
+    answer = await envoy.post(BODY)
+    assert (routing.statuses, routing.served) == ([200], ["192.0.2.99:1"])
+    assert answer.headers["x-mural-replica"] == "192.0.2.99:1"
 
 
 @pytest.mark.parametrize(
