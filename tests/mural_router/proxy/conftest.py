@@ -12,6 +12,7 @@ from types import ModuleType
 
 import msgspec
 import pytest
+import trustme
 import uvloop
 
 from mural_resolvers.errors import MuralError
@@ -36,6 +37,7 @@ def _import(name: str) -> ModuleType:
 
 
 full_backlog = _import("full_backlog")
+_import("express_stage")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -291,3 +293,11 @@ def full_port() -> Iterator[int]:
     """Where nobody is let in, and nobody refused."""
     with full_backlog.full_backlog() as port:
         yield port
+
+
+@pytest.fixture(scope="module")
+def authorities(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One, in place of the system's hundreds: reading those takes longer than a scenario."""
+    path = tmp_path_factory.mktemp("tls") / "ca.pem"
+    trustme.CA().cert_pem.write_to_path(path)
+    return str(path)

@@ -6,471 +6,53 @@ Each scenario is played twice over real sockets, and all that can be observed is
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
-import json
-import re
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
+from datetime import timedelta
 
-import msgspec
 import pytest
-import trustme
+from express_stage import (
+    ACME,
+    ADMIN,
+    ANSWER,
+    BOUND_S,
+    CHUNKED,
+    DIGEST,
+    DONE_EVENT,
+    EVENTS,
+    GLOBEX,
+    HEAD,
+    USAGE_EVENT,
+    Here,
+    Setting,
+    Turn,
+    answers_after,
+    bearer,
+    counts,
+    held,
+    lose,
+    request,
+    says,
+    silence,
+    whole,
+)
 from full_backlog import full_backlog
 
-from mural_resolvers.names import AdapterName, parse_name
-from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
-from mural_resolvers.tenants.keys import hash_secret
+from mural_resolvers.names import AdapterName
+from mural_resolvers.tenants import KeyRing, Principal, TenantLimits
 from mural_resolvers.versions import AliasTarget
-from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.scan import plain_request
-from mural_router.http.settings import HttpSettings, TlsSettings
+from mural_router.http.settings import HttpSettings
 from mural_router.limits.local import LocalLimiter
-from mural_router.limits.queue import FairQueue
-from mural_router.placement import Base, Fleet, PlacementPolicy, Replica, Residency
-from mural_router.proxy import Proxy, start
+from mural_router.placement import Base, PlacementPolicy, Residency
 from mural_router.proxy.express import _Express
 from mural_router.proxy.relay import InferenceRelay
-from mural_router.routing.access_log import AccessLog
-from mural_router.routing.breaker import Breakers, BreakerSettings
-from mural_router.routing.dispatch import Attempt, Dispatch
-from mural_router.routing.identity import Authenticator
-from mural_router.routing.metrics import RouterMetrics
-from mural_router.routing.options import RoutingOptions
-from mural_router.routing.retry import RetryBudget, RetrySettings
-from mural_router.routing.router import FleetRouting
-from mural_router.routing.versions import AliasOverlay, KnownVersions, Versions, VersionSource
+from mural_router.routing.dispatch import Attempt
+from mural_router.routing.versions import AliasOverlay, KnownVersions, VersionSource
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")
-
-BOUND_S = 10.0
-SECRET = "s" * 43
-DIGEST = "d" * 64
-UNLIMITED = TenantLimits()
-HTTP = HttpSettings(port=0)
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n"
-EVENTS = CHUNKED % b"text/event-stream"
-ANSWER = b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":5}}'
-USAGE_EVENT = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5}}\n\n'
-DONE_EVENT = b"data: [DONE]\n\n"
-
-
-def whole(body: bytes = ANSWER, status: str = "200 OK", *fields: str) -> bytes:
-    lines = "".join(f"{line}\r\n" for line in ("content-type: application/json", *fields))
-    return f"HTTP/1.1 {status}\r\n{lines}content-length: {len(body)}\r\n\r\n".encode() + body
-
-
-def bearer(key_id: str) -> str:
-    return f"authorization: Bearer mural_{key_id}_{SECRET}"
-
-
-ACME, GLOBEX, ADMIN = "acme0000", "globex00", "authorization: Bearer the-admin-key"
-
-
-@dataclass
-class Turn:
-    """A request as a replica got it, and the connection to answer on."""
-
-    raw: bytes
-    writer: asyncio.StreamWriter
-    reader: asyncio.StreamReader
-
-    async def send(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self.writer.write(piece)
-            await self.writer.drain()
-            # The other end reads each by itself: both are in this loop.
-            for _ in range(3):
-                await asyncio.sleep(0)
-
-    async def until_closed(self) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while await self.reader.read(65536):
-                pass
-
-
-Script = Callable[[Turn], Awaitable[None]]
-
-
-def says(*pieces: bytes) -> Script:
-    async def script(turn: Turn) -> None:
-        await turn.send(*pieces)
-
-    return script
-
-
-async def lose(turn: Turn) -> None:
-    turn.writer.transport.abort()
-
-
-def answers_after(go: asyncio.Event, *pieces: bytes) -> Script:
-    async def script(turn: Turn) -> None:
-        await go.wait()
-        await turn.send(*(pieces or (whole(),)))
-
-    return script
-
-
-async def silence(turn: Turn) -> None:
-    await turn.until_closed()
-
-
-class ScriptedReplica:
-    """Plays ``next`` one after another, then ``usual``."""
-
-    def __init__(self) -> None:
-        self.usual = says(whole())
-        self.next: list[Script] = []
-        self.got: list[bytes] = []
-        self.connections = 0
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def listen(self, name: str, engine: Engine) -> Endpoint:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        port = self._server.sockets[0].getsockname()[1]
-        return Endpoint(name, "127.0.0.1", port, engine=engine)
-
-    def stop_listening(self) -> None:
-        """Connections that are there stay."""
-        self._server.close()
-
-    def close(self) -> None:
-        self.stop_listening()
-        self.drop()
-
-    def drop(self) -> None:
-        """Close all connections."""
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self._writers.add(writer)
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"content-length: (\d+)", head)
-                assert length is not None
-                body = await reader.readexactly(int(length[1]))
-                self.got.append(head + body)
-                script = self.next.pop(0) if self.next else self.usual
-                await script(Turn(head + body, writer, reader))
-                if writer.is_closing():
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
-
-
-class Client:
-    """A connection to the proxy; ``seen`` is told what comes back."""
-
-    def __init__(
-        self, seen: list[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self.seen, self.reader, self.writer = seen, reader, writer
-
-    def send(self, *pieces: bytes) -> None:
-        self.writer.writelines(pieces)
-
-    async def answer(self) -> bytes:
-        """One whole answer; 1xx before it included."""
-        async with asyncio.timeout(BOUND_S):
-            got = await self.reader.readuntil(b"\r\n\r\n")
-            if b"\r\ntransfer-encoding: chunked\r\n" in got:
-                while True:
-                    line = await self.reader.readuntil(b"\r\n")
-                    got += line + await self.reader.readexactly(int(line, 16) + 2)
-                    if line == b"0\r\n":
-                        break
-            else:
-                length = re.search(rb"content-length: (\d+)", got)
-                assert length is not None, got
-                got += await self.reader.readexactly(int(length[1]))
-        self.seen.append(got)
-        return got
-
-    async def rest(self) -> bytes:
-        """Until the proxy closes the connection."""
-        got = b""
-        async with asyncio.timeout(BOUND_S):
-            try:
-                while data := await self.reader.read(65536):
-                    got += data
-            except ConnectionResetError:
-                got += b" and a reset"
-        self.seen.append(got + b" and the end")
-        return got
-
-    def leave(self) -> None:
-        self.writer.transport.abort()
-
-
-def request(
-    model: str = "acme:v1",
-    *fields: str,
-    key: str | None = bearer(ACME),
-    path: str = "/v1/completions",
-    **members: object,
-) -> bytes:
-    body = json.dumps({"model": model, "prompt": "hi", "max_tokens": 16, **members}).encode()
-    lines = [*fields, *([] if key is None else [key]), "content-type: application/json"]
-    text = "".join(f"{line}\r\n" for line in lines)
-    head = f"POST {path} HTTP/1.1\r\nhost: a\r\n{text}content-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
-def held(*names: str, **options: object) -> dict[str, Residency]:
-    options = {"level": "slot", "digest": DIGEST, "rank": 4, **options}
-    return {parse_name(name).exact: Residency(**options) for name in names}  # type: ignore[arg-type] # fields by name
-
-
-@dataclass(kw_only=True)
-class Setting:
-    """What a scenario begins with."""
-
-    engine: Engine = "mural"
-    replicas: tuple[dict[str, Residency], ...] = (held("acme:v1", "globex:v4"), {})
-    limits: TenantLimits = UNLIMITED
-    auth: str = "keys"
-    http: HttpSettings = HTTP
-    source: VersionSource | None = None
-    limiter: Callable[[], object] | None = None
-    queue_wait_s: float = 0.05
-    warm: bool = True
-
-
-class Ring:
-    """Keys that a test can change."""
-
-    def __init__(self, *keys: StoredKey) -> None:
-        self.ring = KeyRing(keys)
-
-    def without(self, key_id: str) -> None:
-        self.ring = KeyRing(key for key in self.ring.values() if key.key_id != key_id)
-
-
-class Source:
-    """A fleet that a test can change."""
-
-    def __init__(self) -> None:
-        self.base = Base(("tiny",), "")
-        self.fleet = Fleet()
-        self.endpoints: dict[str, Endpoint] = {}
-        self.suspected: list[str] = []
-        self._told: list[Callable[[Fleet], None]] = []
-
-    def set(self, *replicas: Replica) -> None:
-        self.fleet = Fleet(replicas)
-        for told in self._told:
-            told(self.fleet)
-
-    def endpoint(self, name: str) -> Endpoint | None:
-        return self.endpoints.get(name)
-
-    def suspect(self, name: str) -> None:
-        self.suspected.append(name)
-
-    def subscribe(self, callback: Callable[[Fleet], None]) -> Callable[[], None]:
-        self._told.append(callback)
-        return lambda: self._told.remove(callback)
-
-
-class Here:
-    """Everything of one playing of a scenario."""
-
-    proxy: Proxy
-
-    def __init__(self, setting: Setting, authorities: str, *, express: bool) -> None:
-        self.express = express
-        self.setting = setting
-        tls = TlsSettings(replica_ca_file=authorities)
-        self.http = msgspec.structs.replace(setting.http, tls=tls)
-        self.now = 1000.0
-        self.source = Source()
-        self.replicas: dict[str, ScriptedReplica] = {}
-        self.declared: dict[str, int] = {}
-        self.seen: list[bytes] = []
-        self.used: list[str] = []
-        self.lines: list[dict[str, object]] = []
-        self.today = datetime(2026, 1, 1, tzinfo=UTC)
-        self._clients: list[Client] = []
-
-    async def begin(self) -> None:
-        setting, source = self.setting, self.source
-        made = []
-        for name, adapters in zip("abcdef", setting.replicas, strict=False):
-            self.replicas[name] = ScriptedReplica()
-            source.endpoints[name] = await self.replicas[name].listen(name, setting.engine)
-            reports = setting.engine == "mural"
-            sizes = {"slots": 4, "max_num_seqs": 4, "max_lora_rank": 8} if reports else {}
-            made.append(Replica(name, adapters=adapters, reports=reports, **sizes))
-        self._authorities = {
-            name: endpoint.authority.encode() for name, endpoint in source.endpoints.items()
-        }
-        source.set(*made)
-        acme = Principal(tenant="acme", key_id=ACME, weight=2.0, limits=setting.limits)
-        expiring = replace(acme, key_id="acmeexpires")
-        globex = Principal(tenant="globex", key_id=GLOBEX)
-        hashed = hash_secret(SECRET)
-        self.keys = Ring(
-            StoredKey(ACME, hashed, acme),
-            StoredKey("acmeexpires", hashed, expiring, self.today + timedelta(days=1)),
-            StoredKey(GLOBEX, hashed, globex),
-        )
-        self.queue: FairQueue[Attempt] = FairQueue(clock=self.clock)
-        self.metrics = RouterMetrics(clock=self.clock)
-        self.limiter = (setting.limiter or (lambda: LocalLimiter(self.clock)))()
-        self.breakers = Breakers(BreakerSettings(failures=2), draw=lambda: 0.5)
-        self.versions = Versions(setting.source, clock=self.clock, draw=lambda: 0.0)
-        self.log = AccessLog(flush_s=60, write=self._write)
-        self.dispatch = Dispatch(
-            source,
-            self.breakers,
-            self.metrics,
-            policy=PlacementPolicy(),
-            clock=self.clock,
-            freed=self.queue.pump,
-            declared=lambda name: self.declared.get(name),
-        )
-        self.budget = RetryBudget(RetrySettings())
-        self.routing = FleetRouting(
-            auth=Authenticator(
-                setting.auth,  # type: ignore[arg-type] # one of two texts
-                admin_keys=["the-admin-key"],
-                tenants=self.keys,
-                clock=lambda: self.today,
-            ),
-            versions=self.versions,
-            limiter=self.limiter,  # type: ignore[arg-type] # or a test's own
-            queue=self.queue,
-            dispatch=self.dispatch,
-            budget=self.budget,
-            metrics=self.metrics,
-            log=self.log,
-            tracing=None,
-            options=RoutingOptions(
-                queue_wait_s=setting.queue_wait_s, router_token="token-1", vllm_api_key="pod-1"
-            ),
-            clock=self.clock,
-        )
-        for name, word in (("finish", "whole"), ("unfold", "unfolded"), ("refuse", "refused")):
-            setattr(self.routing, name, self._noting(word, getattr(self.routing, name)))
-        if not self.express:
-            self.routing.express = None
-        self.proxy = await start(self.http, self.routing, version="1")
-        if setting.warm:
-            await self.ask(key=ADMIN if setting.auth == "keys" else None)
-            self.used.clear()
-
-    def clock(self) -> float:
-        return self.now
-
-    def _noting(self, word: str, call: Callable[..., object]) -> Callable[..., object]:
-        def noted(*arguments: object) -> object:
-            self.used.append(word)
-            return call(*arguments)
-
-        return noted
-
-    def _write(self, data: bytes) -> None:
-        self.lines += [json.loads(line) for line in data.splitlines()]
-
-    @property
-    def server(self) -> object:
-        return self.proxy._server  # type: ignore[attr-defined]
-
-    async def client(self) -> Client:
-        streams = await asyncio.open_connection("127.0.0.1", self.proxy.port, limit=1 << 22)
-        self._clients.append(Client(self.seen, *streams))
-        return self._clients[-1]
-
-    async def ask(self, model: str = "acme:v1", *fields: str, **members: object) -> bytes:
-        """One request on a connection of its own."""
-        client = await self.client()
-        client.send(request(model, *fields, **members))  # type: ignore[arg-type] # members of any type
-        return await client.answer()
-
-    def plays(self, *scripts: Script, replica: str = "a") -> None:
-        self.replicas[replica].next += scripts
-
-    def replica(self, name: str, **changes: object) -> None:
-        """Change what one of them says."""
-        self.source.set(
-            *(
-                replace(each, report=each.report + 1, **changes) if each.name == name else each  # type: ignore[arg-type] # fields by name
-                for each in self.source.fleet.replicas
-            )
-        )
-
-    async def until(self, so: Callable[[], bool]) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while not so():  # noqa: ASYNC110 - nothing tells of it
-                await asyncio.sleep(0.001)
-
-    async def at_rest(self) -> None:
-        await self.until(lambda: self.proxy.state().requests == 0)
-
-    async def end(self) -> dict[str, object]:
-        """Everything that can be observed, once nothing is in flight."""
-        await self.at_rest()
-        state = dataclasses.asdict(self.proxy.state())
-        # When the other side's end of a connection is seen is up to the machine.
-        del state["connections"], state["idle_replica_connections"]
-        assert (state["requests"], state["buffered_bytes"]) == (0, 0)
-        for name in self.replicas:
-            assert self.dispatch.ledger.in_flight(name) == 0
-        self.queue.check_integrity()
-        assert self.metrics.express == Counter(self.used)
-        await self.log.close()
-        observed = {
-            "client": [self._plain(data) for data in self.seen],
-            "replicas": {
-                name: [self._plain(data) for data in each.got]
-                for name, each in self.replicas.items()
-            },
-            "state": state,
-            "log": [_without_times(line) for line in self.lines],
-            "metrics": _counts(self.metrics.exposition().decode()),
-            "limits": self.limiter.snapshot(),  # type: ignore[attr-defined]
-            "breakers": (self.breakers.states(self.now), self.breakers.troubled),
-            "budget": round(self.budget._balance, 6),
-            "suspected": self.source.suspected,
-            "total": self.dispatch.ledger.loads.total,
-        }
-        await self.close()
-        return observed
-
-    async def close(self) -> None:
-        await self.proxy.close()
-        for client in self._clients:
-            client.leave()
-        for each in self.replicas.values():
-            each.close()
-
-    def _plain(self, data: bytes) -> bytes:
-        for name, authority in self._authorities.items():
-            data = data.replace(authority, name.encode())
-        return re.sub(rb"req-[0-9a-f]{32}", b"req", data)
-
-
-def _without_times(line: dict[str, object]) -> dict[str, object]:
-    times = ("at", "request_id", "first_byte_s", "total_s", "queued_s")
-    return {name: name in times or value for name, value in line.items()}
-
-
-def _counts(exposition: str) -> list[str]:
-    return [
-        line
-        for line in exposition.splitlines()
-        if not re.match(r"\w+_seconds(_bucket|_sum|_total|)\b|mural_router_express_total\b", line)
-    ]
 
 
 Play = Callable[[Here], Awaitable[None]]
@@ -485,14 +67,6 @@ def scenario(*used: str, **setting: object) -> Callable[[Play], Play]:
         return play
 
     return keep
-
-
-@pytest.fixture(scope="module")
-def authorities(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One, in place of the system's hundreds: reading those takes longer than a scenario."""
-    path = tmp_path_factory.mktemp("tls") / "ca.pem"
-    trustme.CA().cert_pem.write_to_path(path)
-    return str(path)
 
 
 async def play_once(
@@ -1433,7 +1007,7 @@ async def an_attempt_is_counted_while_it_is_on_its_way(here: Here) -> None:
         client = await here.client()
         client.send(request())
         await here.until(lambda before=before: len(here.replicas["a"].got) == before + 1)
-        here.seen.append("\n".join(_counts(here.metrics.exposition().decode())).encode())
+        here.seen.append("\n".join(counts(here.metrics.exposition().decode())).encode())
         assert here.dispatch.ledger.in_flight("a") == 1
         assert here.limiter.snapshot().tenants == ()
         go.set()
