@@ -8,10 +8,15 @@ Desync Attacks: Request Smuggling Reborn" (Kettle, 2019) names CL.TE, TE.CL, TE.
 
 from __future__ import annotations
 
+import asyncio
 import re
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import pytest
+from express_stage import BOUND_S, Here, Setting, request
+
+from mural_router.http.scan import plain_request
 
 if TYPE_CHECKING:
     from conftest import MakeStand, Received, Stand
@@ -38,11 +43,13 @@ def post(fields: bytes, body: bytes = b"") -> bytes:
 # that HTTP allows there makes it a Transfer-Encoding beside a length; one that makes the name
 # another one makes it a field like any other.
 BYTES = [bytes([byte]) for byte in (*range(0x20), *range(0x7F, 0x100))]
-GADGETS = [
+WITH_A_BYTE = [
     *(TE + b":" + byte + b"chunked" for byte in BYTES if byte not in b"\n"),
     *(TE + byte + b": chunked" for byte in BYTES if byte not in b"\n"),
     *(byte + TE + b": chunked" for byte in BYTES if byte not in b"\n"),
     *(TE + b": chunked" + byte for byte in BYTES if byte not in b"\n"),
+]
+WITH_MORE = [
     b" " + TE + b": chunked",
     TE + b" : chunked",
     TE + b"\t:\tchunked",
@@ -69,6 +76,7 @@ GADGETS = [
     b"X:X\r\n\r" + TE + b": chunked",
     TE + b": chunked\n",
 ]
+GADGETS = WITH_A_BYTE + WITH_MORE
 HARMLESS = [
     b"Transfer_Encoding: chunked",
     b"Transfer-Encoding-X: chunked",
@@ -230,3 +238,118 @@ async def test_what_a_client_puts_into_a_header_makes_no_header_of_the_replicas(
         "x-mural-tenant",
         "authorization",
     }
+
+
+# -- with the express way in front: what is plain is taken before any of the above is looked at ----
+
+PLAIN = request()
+"""What is taken there, once one like it was."""
+
+
+def in_a_plain_request(gadget: bytes) -> bytes:
+    """`PLAIN` with a field more, so that nothing but this field can have it refused."""
+    return PLAIN.replace(b"\r\nhost: a\r\n", b"\r\nhost: a\r\n%b\r\n" % gadget, 1)
+
+
+def with_lengths(*lengths: bytes) -> bytes:
+    """`PLAIN` with these lengths for its own."""
+    lines = b"".join(b"content-length: %b\r\n" % length for length in lengths)
+    return re.sub(rb"content-length: \d+\r\n", lambda _: lines, PLAIN, count=1)
+
+
+TRUE_LENGTH = b"%d" % len(PLAIN.partition(b"\r\n\r\n")[2])
+ALMOST_PLAIN = [
+    with_lengths(TRUE_LENGTH, TRUE_LENGTH),
+    with_lengths(b"0", TRUE_LENGTH),
+    with_lengths(TRUE_LENGTH, b"0"),
+    *(with_lengths(form % TRUE_LENGTH) for form in (b"+%b", b"%b, %b" % (b"%b", TRUE_LENGTH))),
+    *(with_lengths(TRUE_LENGTH + end) for end in (b"\0", b"\x0b", b"_0", b" 0", b",", b";")),
+    in_a_plain_request(b"host: a"),
+    in_a_plain_request(b"connection: content-length"),
+    in_a_plain_request(b"connection: authorization"),
+    *(PLAIN.replace(b"host: a", host, 1) for host in (b"host: a/b", b"host: a@b", b"x: y")),
+    *(PLAIN.replace(b"\r\n", end, 1) for end in (b"\n", b"\r", b"\r\r\n", b"\r\n\r")),
+    PLAIN.replace(b"\r\n\r\n", b"\n\n", 1),
+    PLAIN.replace(b"\r\nhost: a", b"\r\n host: a", 1),
+    PLAIN.replace(b"HTTP/1.1", b"HTTP/1.1.1", 1),
+    b"\r\n" + PLAIN,
+]
+
+
+FORMS = (with_gadget, in_a_plain_request)
+
+
+def deliveries(data: bytes) -> list[list[bytes]]:
+    """The ways in which a request and a plain one behind it may come."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return [[data + PLAIN], [data, PLAIN], [piece for piece in (head + end, rest + PLAIN) if piece]]
+
+
+async def express_statuses_of(here: Here, pieces: list[bytes]) -> list[int]:
+    """As `statuses_of`, on a connection that a plain request has come on."""
+    client = await here.client()
+    client.send(PLAIN)
+    answered = re.findall(rb"HTTP/1\.1 ([0-9]{3}) ", await client.answer())
+    for piece in pieces:
+        client.send(piece)
+        # Each is read by itself: both ends are in this loop.
+        for _ in range(3):
+            await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(BOUND_S):
+            text = await client.reader.read()
+    except ConnectionResetError:
+        text = b""
+    client.leave()
+    return [int(status) for status in answered + re.findall(rb"HTTP/1\.1 ([0-9]{3}) ", text)]
+
+
+async def express_taken(here: Here, requests: list[bytes]) -> list[tuple[list[bytes], list[int]]]:
+    """As `taken`: those that were not refused with one answer, after the plain one's."""
+    got = here.replicas["a"].got
+    wrong = []
+    for data in requests:
+        for pieces in deliveries(data):
+            got.clear()
+            here.used.clear()
+            statuses = await express_statuses_of(here, pieces)
+            refused = len(statuses) == 2 and 400 <= statuses[1] <= 505 and statuses[1] != 408
+            # The plain one before it went the express way; it, and what lay behind it, went none.
+            if statuses[:1] != [200] or not refused or here.used != ["whole"] or len(got) != 1:
+                wrong.append((pieces, statuses))
+    return wrong
+
+
+@pytest.fixture
+async def express(authorities: str) -> AsyncIterator[Here]:
+    if plain_request is None:
+        pytest.skip("nothing native is built")
+    here = Here(Setting(), authorities, express=True)
+    await here.begin()
+    yield here
+    await here.close()
+
+
+async def test_an_ambiguous_request_after_a_plain_one_is_refused_alike(express: Here) -> None:
+    assert await express_taken(express, list(REQUESTS.values())) == []
+
+
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.full)])
+async def test_what_would_be_plain_but_for_one_field_or_byte_is_refused_alike(
+    express: Here, every: int
+) -> None:
+    gadgets = WITH_MORE + WITH_A_BYTE[::every]
+    cases = ALMOST_PLAIN + [form(each) for each in gadgets for form in FORMS]
+    assert await express_taken(express, cases) == []
+
+
+@pytest.mark.parametrize("gadget", HARMLESS)
+async def test_a_plain_requests_field_of_another_name_is_not_passed_on(
+    express: Here, gadget: bytes
+) -> None:
+    for _ in range(2):
+        client = await express.client()
+        client.send(in_a_plain_request(gadget))
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        assert b"ransfer" not in express.replicas["a"].got[-1]
+    assert express.used[-1:] == ["whole"]
