@@ -16,6 +16,7 @@ namespace {
 constexpr int kMaxDepth = 64;
 constexpr Py_ssize_t kMaxAuthorization = 512;
 constexpr Py_ssize_t kMaxModel = 512;
+constexpr Py_ssize_t kMaxRequestId = 128;
 constexpr int kMaxDigits = 9;
 constexpr Py_ssize_t kMaxAnswerHead = 16384;  // much below what http/upstream.py takes
 
@@ -99,6 +100,10 @@ bool is_plain_host(Slice text) {
   for (; at < text.end; ++at)
     if (*at < '0' || *at > '9') return false;
   return true;
+}
+
+bool is_json(Slice type) {
+  return IS(type, "application/json") || NAMED(type, "application/json; charset=utf-8");
 }
 
 // -- JSON (RFC 8259) ------------------------------------------------------------------------------
@@ -265,12 +270,14 @@ enum Member : unsigned {
   kMessages = 32,
   kN = 64,
   kUser = 128,
+  kStreamOptions = 256,
 };
 
 struct Body {
   unsigned seen = 0;
   Slice model;  // between its quotes
   bool stream = false;
+  bool asks_usage = false;
   long max_tokens = -1;
   long max_completion_tokens = -1;
   Py_ssize_t prompt = 0;
@@ -297,7 +304,24 @@ unsigned member_of(Slice name) {
   if (IS(name, "messages")) return kMessages;
   if (IS(name, "n")) return kN;
   if (IS(name, "user")) return kUser;
+  if (IS(name, "stream_options")) return kStreamOptions;
   return 0;
+}
+
+// An object with include_usage as its one member, true or false.
+bool read_stream_options(Json& json, bool& asks_usage) {
+  Slice name;
+  bool plain;
+  if (!json.take('{')) return false;
+  json.space();
+  if (!json.text(name, plain) || !IS(name, "include_usage")) return false;
+  json.space();
+  if (!json.take(':')) return false;
+  json.space();
+  asks_usage = json.word("true", 4);
+  if (!asks_usage && !json.word("false", 5)) return false;
+  json.space();
+  return json.take('}');
 }
 
 bool read_member(Json& json, Body& body) {
@@ -320,6 +344,8 @@ bool read_member(Json& json, Body& body) {
         if (*at < 0x21 || *at > 0x7e) return false;
       body.model = inside;
     }
+  } else if (member == kStreamOptions) {
+    return read_stream_options(json, body.asks_usage);
   } else if (!json.value(1)) {
     return false;
   }
@@ -358,10 +384,12 @@ bool read_body(const char* at, const char* end, Body& body) {
   }
   json.space();
   if (json.at != end || !(body.seen & kModel)) return false;
-  // Members that are looked for must not stand anywhere else, nor those that are put in be there.
+  // Members that are looked for must not stand anywhere else, nor those that are put in be there:
+  // options that ask for no usage are where a stream's are put in.
   const char* first = FIND(at, end, "\"model\"");
   if (FIND(first + 1, end, "\"model\"") != nullptr) return false;
-  if (FIND(at, end, "\"stream_options\"") || FIND(at, end, "\"cache_salt\"")) return false;
+  if (!body.asks_usage && FIND(at, end, "\"stream_options\"")) return false;
+  if (FIND(at, end, "\"cache_salt\"")) return false;
   // What may be a letter of "model" in disguise has the body written anew, even in a prompt.
   if (FIND(at, end, "\\u006")) return false;
   return is_utf8(reinterpret_cast<const unsigned char*>(at),
@@ -375,7 +403,24 @@ struct Head {
   Py_ssize_t path_size = 0;
   const char* body = nullptr;
   Slice authorization;
+  Slice request_id;
+  Slice traceparent;
+  Slice tracestate;
 };
+
+// The value of a field that may be there once.
+bool only(Slice& field, Slice value) {
+  if (field.begin != nullptr) return false;
+  field = value;
+  return true;
+}
+
+bool is_request_id(Slice text) {
+  if (text.size() < 1 || text.size() > kMaxRequestId) return false;
+  for (const char* at = text.begin; at < text.end; ++at)
+    if (*at < 0x21 || *at > 0x7e) return false;
+  return true;
+}
 
 bool starts(const char*& at, const char* end, const char* text, Py_ssize_t size) {
   if (end - at < size || std::memcmp(at, text, static_cast<size_t>(size)) != 0) return false;
@@ -414,15 +459,14 @@ bool read_request(const char* at, const char* end, Py_ssize_t max_head, Py_ssize
         break;
       case 'a':
         if (NAMED(name, "authorization")) {
-          if (head.authorization.begin || value.size() > kMaxAuthorization) return false;
-          head.authorization = value;
+          if (!only(head.authorization, value) || value.size() > kMaxAuthorization) return false;
         }
         break;
       case 'c':
         if (NAMED(name, "content-length")) {
           if (length >= 0 || !read_length(value, length)) return false;
         } else if (NAMED(name, "content-type")) {
-          if (type || !IS(value, "application/json")) return false;
+          if (type || !is_json(value)) return false;
           type = true;
         } else if (NAMED(name, "connection")) {
           if (!NAMED(value, "keep-alive")) return false;
@@ -434,12 +478,13 @@ bool read_request(const char* at, const char* end, Py_ssize_t max_head, Py_ssize
         if (NAMED(name, "expect")) return false;
         break;
       case 't':
-        if (NAMED(name, "transfer-encoding") || NAMED(name, "traceparent") ||
-            NAMED(name, "tracestate"))
-          return false;
+        if (NAMED(name, "transfer-encoding")) return false;
+        if (NAMED(name, "traceparent") && !only(head.traceparent, value)) return false;
+        if (NAMED(name, "tracestate") && !only(head.tracestate, value)) return false;
         break;
       case 'x':
-        if (NAMED(name, "x-session-id") || NAMED(name, "x-request-id")) return false;
+        if (NAMED(name, "x-request-id") && !(only(head.request_id, value) && is_request_id(value)))
+          return false;
         break;
       default:
         break;
@@ -447,6 +492,38 @@ bool read_request(const char* at, const char* end, Py_ssize_t max_head, Py_ssize
   }
   head.body = at;
   return host && at - begin <= max_head && length == end - at;
+}
+
+PyObject* text_of(Slice ascii) {
+  if (ascii.begin == nullptr) {
+    Py_INCREF(Py_None);
+    return Py_None;
+  }
+  return PyUnicode_FromStringAndSize(ascii.begin, ascii.size());
+}
+
+// The fields for the replica that are passed on as they came, each after a CRLF.
+PyObject* passed_on_of(const Head& head) {
+  const struct {
+    const char* name;
+    Py_ssize_t size;
+    Slice value;
+  } fields[] = {{"\r\ntraceparent: ", 15, head.traceparent},
+                {"\r\ntracestate: ", 14, head.tracestate}};
+  Py_ssize_t size = 0;
+  for (const auto& field : fields)
+    if (field.value.begin != nullptr) size += field.size + field.value.size();
+  PyObject* bytes = PyBytes_FromStringAndSize(nullptr, size);
+  if (bytes == nullptr || size == 0) return bytes;
+  char* to = PyBytes_AsString(bytes);
+  for (const auto& field : fields) {
+    if (field.value.begin == nullptr) continue;
+    std::memcpy(to, field.name, static_cast<size_t>(field.size));
+    to += field.size;
+    std::memcpy(to, field.value.begin, static_cast<size_t>(field.value.size()));
+    to += field.value.size();
+  }
+  return bytes;
 }
 
 PyObject* scan_request(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -471,7 +548,13 @@ PyObject* scan_request(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Py_ssize_t key_size = head.path_size + 1 + (has_key ? 1 + head.authorization.size() : 0) +
                               1 + body.model.size();
   PyObject* key = PyBytes_FromStringAndSize(nullptr, key_size);
-  if (key == nullptr) return nullptr;
+  PyObject* request_id = key == nullptr ? nullptr : text_of(head.request_id);
+  PyObject* passed_on = request_id == nullptr ? nullptr : passed_on_of(head);
+  if (passed_on == nullptr) {
+    Py_XDECREF(key);
+    Py_XDECREF(request_id);
+    return nullptr;
+  }
   char* to = PyBytes_AsString(key);
   const auto put = [&to](const char* from, Py_ssize_t bytes) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
@@ -488,10 +571,11 @@ PyObject* scan_request(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const Py_ssize_t prompt = body.seen & kMessages ? body.messages : body.prompt;
   const long most =
       body.seen & kMaxCompletionTokens ? body.max_completion_tokens : body.max_tokens;
-  return Py_BuildValue("(NnlOnnn)", key, prompt, most, body.stream ? Py_True : Py_False,
+  return Py_BuildValue("(NnlOnnnONN)", key, prompt, most, body.stream ? Py_True : Py_False,
                        static_cast<Py_ssize_t>(head.body - data),
                        static_cast<Py_ssize_t>(body.model.begin - 1 - data),
-                       static_cast<Py_ssize_t>(body.model.end + 1 - data));
+                       static_cast<Py_ssize_t>(body.model.end + 1 - data),
+                       body.asks_usage ? Py_True : Py_False, request_id, passed_on);
 }
 
 // Fields of an answer that are of its connection, or the router's to say.

@@ -74,14 +74,14 @@ class ExpressLane:
         replica = self.pool.take_from(flow.address)
         if replica is None:
             return None
-        _, prompt_bytes, max_tokens, stream, body_at, _, _ = plain
+        _, prompt_bytes, max_tokens, stream, body_at, _, _, _, request_id, _ = plain
         try:
             request = self._flows.admit(
-                flow, prompt_bytes, None if max_tokens < 0 else max_tokens, stream
+                flow, prompt_bytes, None if max_tokens < 0 else max_tokens, stream, request_id
             )
         except Exception as error:
             self.pool.put_back(replica)
-            return _Refused(self, connection, data, body_at, flow, error)
+            return _Refused(self, connection, data, body_at, flow, request_id, error)
         if request is None:
             self.pool.put_back(replica)
             return None
@@ -108,7 +108,7 @@ class _Express(WholeExchange):
 class _Refused(_Express):
     """A request that its tenant's limits refuse, or cannot be asked about."""
 
-    __slots__ = ("_error", "_flow")
+    __slots__ = ("_error", "_flow", "_request_id")
 
     def __init__(
         self,
@@ -117,17 +117,18 @@ class _Refused(_Express):
         data: bytes,
         body_at: int,
         flow: Flow,
+        request_id: str | None,
         error: Exception,
     ) -> None:
         super().__init__(connection, _PLAIN, monotonic())
         self._lane, self._data, self._body_at = lane, data, body_at
-        self._flow, self._error = flow, error
+        self._flow, self._request_id, self._error = flow, request_id, error
 
     def begin(self) -> None:
         error = self._error
         # Its traceback leads back here: neither would go until the collector comes.
         del self._error
-        ask = self._read(new_request_id())
+        ask = self._read(self._request_id or new_request_id())
         self._lane.unfolding.refuse(self._flow, ask, error)
         self.fail(refusal_of(error), ask.own_headers)
 
@@ -135,7 +136,7 @@ class _Refused(_Express):
 class _Carried(_Express, Caller):
     """A request that was admitted: it is its own relay for as long as all is plain."""
 
-    __slots__ = ("_after_model", "_model_at", "_replica", "_request")
+    __slots__ = ("_after_model", "_model_at", "_passed_on", "_replica", "_request", "_value")
 
     def __init__(
         self,
@@ -148,7 +149,10 @@ class _Carried(_Express, Caller):
     ) -> None:
         super().__init__(connection, _PLAIN, monotonic())
         self._lane, self._data = lane, data
-        _, _, _, _, self._body_at, self._model_at, self._after_model = plain
+        _, _, _, stream, self._body_at, self._model_at, self._after_model, asks_usage, _, _ = plain
+        self._passed_on = plain[9]
+        flow = request.flow
+        self._value = flow.value_of_stream if stream and not asks_usage else flow.value
         self._request = request
         self._replica: ReplicaConnection | None = replica
         self.reader = self
@@ -158,13 +162,14 @@ class _Carried(_Express, Caller):
         flow, replica = request.flow, self._replica
         assert replica is not None
         before, after = data[self._body_at : self._model_at], data[self._after_model :]
-        value = flow.value_of_stream if request.stream else flow.value
+        value = self._value
         size = len(before) + len(value) + len(after)
-        head = b"%b%d%b%b\r\n\r\n" % (
+        head = b"%b%d%b%b%b\r\n\r\n" % (
             flow.head,
             size,
             flow.identity,
             request.request_id.encode("ascii"),
+            self._passed_on,
         )
         replica.send(self, (head, before, value, after), first=self._is_answer)
 

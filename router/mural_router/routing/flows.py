@@ -70,6 +70,7 @@ class Flow(msgspec.Struct, eq=False, kw_only=True):
     value: bytes
     """What takes the place of the model's value in a body."""
     value_of_stream: bytes
+    """The same, where the stream does not ask for its usage and the router does."""
     answer: bytes
     """What follows the request id in an answer's head, and its end."""
 
@@ -177,11 +178,16 @@ class Flows:
         return flow
 
     def admit(
-        self, flow: Flow, prompt_bytes: int, max_tokens: int | None, stream: bool
+        self,
+        flow: Flow,
+        prompt_bytes: int,
+        max_tokens: int | None,
+        stream: bool,
+        request_id: str | None,
     ) -> FlowRequest | None:
         """Take a place for a request; None: it is not one for here, and holds nothing.
 
-        Raises what `Limiter.enter` does.
+        ``request_id`` is its own, or None: it is given one. Raises what `Limiter.enter` does.
         """
         dispatch = self._dispatch
         if (
@@ -199,7 +205,7 @@ class Flows:
         dispatch.ledger.add(name, 1)
         metrics.choices["resident"] += 1
         metrics.replica(name).attempts += 1
-        return FlowRequest(flow, hold, stream, now, new_request_id())
+        return FlowRequest(flow, hold, stream, now, request_id or new_request_id())
 
     # -- finding them -----------------------------------------------------------------------------
 

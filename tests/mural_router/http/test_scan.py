@@ -37,6 +37,7 @@ from mural_router.routing.ask import HEADERS
 from mural_router.routing.inspect_body import inspect_body, model_value
 
 ROOT = Path(__file__).parents[3]
+TRACE = ("traceparent", "tracestate")
 MAX_HEAD = HttpSettings().max_head_bytes
 MAX_FIELDS = HttpSettings().max_head_fields
 
@@ -82,7 +83,8 @@ def is_accepted_alike(data: bytes, max_head: int = MAX_HEAD, max_fields: int = M
     plain = plain_request(data, max_head, max_fields)
     if plain is None:
         return False
-    key, prompt_bytes, max_tokens, stream, body_at, model_at, after_model = plain
+    key, prompt_bytes, max_tokens, stream, body_at, model_at, after_model, *more = plain
+    asks_usage, request_id, passed_on = more
     assert data.find(END, 0, max_head) + len(END) == body_at
     head = parse_request_head(data[:body_at], max_fields)
     assert (head.method, head.query, head.minor) == ("POST", "", 1)
@@ -93,7 +95,13 @@ def is_accepted_alike(data: bytes, max_head: int = MAX_HEAD, max_fields: int = M
     refuse_other_content(head)
     path, sent, model = (part.decode("latin-1") for part in key.split(b"\n"))
     ask = ask_of(cast("Exchange", SimpleNamespace(head=head, body=body)))
-    assert ask.headers == {}
+    traced = {name: ask.headers[name] for name in TRACE if name in ask.headers}
+    lines = "".join(f"\r\n{name}: {value}" for name, value in traced.items())
+    assert passed_on == lines.encode("latin-1")
+    if request_id is None:
+        assert "x-request-id" not in ask.headers
+    else:
+        assert ask.request_id == request_id
     assert ask.path == path
     assert ask.authorization == ((sent[1:],) if sent else ())
     assert sent[:1] in ("", "=")
@@ -104,10 +112,10 @@ def is_accepted_alike(data: bytes, max_head: int = MAX_HEAD, max_fields: int = M
     assert inspected.max_tokens == (None if max_tokens < 0 else max_tokens)
     assert inspected.prompt_bytes == prompt_bytes
     assert inspected.cache_salt is None
-    assert not inspected.include_usage
+    assert inspected.include_usage is asks_usage
     assert inspected.body == body
     for other, salt in (("acme:v2", None), ("acme:v2", "0af3"), (model, None), (model, "0af3")):
-        value = model_value(other, asks_usage=stream, salt=salt)
+        value = model_value(other, asks_usage=stream and not asks_usage, salt=salt)
         spliced = data[body_at:model_at] + value + data[after_model:]
         assert inspected.for_replica(other, salt) == spliced
     return True
@@ -211,6 +219,10 @@ class Writer:
             "max_completion_tokens": lambda: random.choice(("0", "7", "2147483")),
             "n": lambda: "1",
             "user": self.text,
+            "stream_options": lambda: self.object(
+                [("include_usage", self.either(("true",), ("false", "null", "1")))]
+                * (random.choice((0, 2)) if self.is_odd() else 1)
+            ),
         }
         for name, value in usual.items():
             if random.random() < 0.4:
@@ -262,13 +274,17 @@ class Writer:
         fields = [self.field("host", host), self.field("content-length", self.length(body))]
         usual = {
             "authorization": ("Bearer mural_0_abc", "", "Basic eA==", "é\tx", "b" * 512),
-            "content-type": ("application/json",),
+            "content-type": ("application/json", "Application/JSON; Charset=UTF-8"),
             "connection": ("keep-alive", "Keep-Alive"),
             "accept": ("*/*",),
             "accept-encoding": ("gzip, deflate",),
             "user-agent": ("curl/8.0", ""),
             "cookie": ("a=b; c=é",),
             "x-mural-tenant": ("other",),
+            "x-request-id": ("r", "~!" * 64),
+            "x-session-id": ("s", "", "é"),
+            "traceparent": ("00-a-b-01", "", "é\tx"),
+            "tracestate": ("a=b", ""),
             "te": ("trailers",),
         }
         for name, values in usual.items():
@@ -276,15 +292,14 @@ class Writer:
                 fields.append(self.field(name, self.random.choice(values)))
         odd = {
             "authorization": "b" * 513,
-            "content-type": "application/json; charset=utf-8",
+            "content-type": "application/json; charset=latin-1",
             "connection": "close",
             "content-encoding": "identity",
             "expect": "100-continue",
             "transfer-encoding": "chunked",
-            "traceparent": "00-a-b-01",
-            "tracestate": "a=b",
-            "x-session-id": "s",
-            "x-request-id": "r",
+            "traceparent": "00-a-b-02",
+            "tracestate": "a=c",
+            "x-request-id": self.random.choice(("r", "", "a b", "é", "r" * 129)),
         }
         if self.is_odd():
             fields.append(self.field(*self.random.choice(list(odd.items()))))
@@ -393,9 +408,19 @@ def test_no_field_that_is_not_passed_on_is_passed_on_here(line: str) -> None:
         assert plain[0] == b"\r\ncontent-length: 2\r\nx: kept"
 
 
-@pytest.mark.parametrize("name", sorted(HEADERS))
-def test_a_request_with_a_field_that_routing_reads_is_not_plain(name: str) -> None:
-    assert plain_request(request(fields=name.title().encode() + b": a\r\n")) is None
+def test_every_field_that_routing_reads_is_known_here() -> None:
+    """A session's id decides nothing where an adapter has one home; the others are given."""
+    assert {"x-session-id", "x-request-id", *TRACE} == HEADERS
+    fields = [f"{name.title()}: \t{name}! \r\n" for name in sorted(HEADERS)]
+    plain = plain_request(request(fields="".join(fields).encode()))
+    assert plain is not None
+    assert plain[8:] == (
+        "x-request-id!",
+        b"\r\ntraceparent: traceparent!\r\ntracestate: tracestate!",
+    )
+    absent = plain_request(request())
+    assert absent is not None
+    assert absent[8:] == (None, b"")
 
 
 @settings(max_examples=150, deadline=None)
@@ -477,6 +502,12 @@ def test_an_empty_authorization_is_not_an_absent_one() -> None:
         with_model(b'"x":1,"x":2,"tools":[{"a":[1.5e3,-0,true,null,{}]}]'),
         with_model(b'"messages":' + b"[" * 64 + b"]" * 64),
         with_model(b'"prompt":"\\ud83d\\ude00 \\u00e9\\u0000 \xf0\x9f\x98\x80"'),
+        with_model(b'"stream":true,"stream_options":{"include_usage":true}'),
+        with_model(b'"stream_options" : { "include_usage" : true } ,"stop":["stream_options"]'),
+        with_model(b'"stream_options":{"include_usage":true},"x":{"stream_options":null}'),
+        request(BODY, b"Content-Type: Application/json; charset=UTF-8\r\n"),
+        request(BODY, b"X-Session-Id: s\r\nx-session-id: t\r\nTraceParent: \xe9\r\n"),
+        request(BODY, b"x-request-id: " + b"~" * 128 + b"\r\ntracestate:\r\n"),
         with_model(b'"user":"u","prompt":"stream_options and \\"cache_salt\\""'),
     ],
 )
@@ -521,14 +552,18 @@ def test_what_is_plain(data: bytes) -> None:
                 b"content-encoding: identity",
                 b"content-encoding: gzip",
                 b"content-type: text/plain",
-                b"content-type: application/json; charset=utf-8",
+                b"content-type: application/json;charset=utf-8",
+                b"content-type: application/json; charset=latin-1",
                 b"content-type: application/json\r\ncontent-type: application/json",
                 b"authorization: a\r\nauthorization: a",
                 b"authorization: " + b"x" * 513,
-                b"traceparent: 00-0-0-00",
-                b"tracestate: a=b",
-                b"x-session-id: a",
-                b"X-Request-Id: a",
+                b"traceparent: 00-0-0-00\r\ntraceparent: 00-0-0-00",
+                b"tracestate: a=b\r\ntracestate:",
+                b"X-Request-Id: a\r\nx-request-id: a",
+                b"x-request-id:",
+                b"x-request-id: a b",
+                b"x-request-id: \xe9",
+                b"x-request-id: " + b"a" * 129,
                 b"x : a",
                 b" x: a",
                 b": a",
@@ -574,7 +609,14 @@ def test_what_is_plain(data: bytes) -> None:
                 b'"stop":["model"]',
                 b'"prompt":"\\u006d"',
                 b'"prompt":"\\\\u006d"',
-                b'"stream":true,"stream_options":{"include_usage":true}',
+                b'"stream":true,"stream_options":{"include_usage":false}',
+                b'"stream":true,"stream_options":{}',
+                b'"stream_options":{"include_usage":true,"x":1}',
+                b'"stream_options":{"include_usage":true,"include_usage":false}',
+                b'"stream_options":{"include_us\\u0061ge":true}',
+                b'"stream_options":{"include_usage":1}',
+                b'"stream_options":{"include_usage":true}}',
+                b'"stream_options":{"include_usage":true},"stream_options":{"include_usage":true}',
                 b'"stream_options":null',
                 b'"x":{"stream_options":1}',
                 b'"cache_salt":"a"',

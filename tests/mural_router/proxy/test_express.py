@@ -23,6 +23,7 @@ from express_stage import (
     EVENTS,
     GLOBEX,
     HEAD,
+    TRACEPARENT,
     USAGE_EVENT,
     Here,
     Setting,
@@ -131,10 +132,12 @@ async def a_stream_without_usage(here: Here) -> None:
     await here.ask(stream=True)
 
 
-@scenario()
+@scenario("unfolded", "whole", engine="vllm", replicas=({}, {}))
 async def a_stream_whose_client_wants_the_usage(here: Here) -> None:
     here.plays(says(EVENTS + chunk(USAGE_EVENT) + chunk(DONE_EVENT) + LAST_CHUNK))
     assert b"prompt_tokens" in await here.ask(stream=True, stream_options={"include_usage": True})
+    await here.ask(stream=False, stream_options={"include_usage": True})
+    assert b"prompt_tokens" in await here.ask(stream=True, stream_options={"include_usage": False})
 
 
 @scenario("whole")
@@ -510,12 +513,46 @@ async def a_client_that_asks_to_close(here: Here) -> None:
     assert b"\r\nconnection: close\r\n" in await client.rest()
 
 
+@scenario(*["whole"] * 5)
+async def heads_that_an_ingress_adds_to(here: Here) -> None:
+    for fields in (
+        ("x-request-id: mine",),
+        ("x-session-id: s", "x-session-id: t"),
+        (f"traceparent: {TRACEPARENT}",),
+        ("tracestate: a=b", "X-Request-ID: ~", f"TraceParent: {TRACEPARENT}"),
+        ("tracestate:", "x-session-id:", "x-forwarded-for: 10.0.0.1"),
+    ):
+        client = await here.client()
+        client.send(request("acme:v1", *fields))
+        await client.answer()
+
+
+@scenario("unfolded", "unfolded")
+async def an_ingress_request_that_is_asked_again(here: Here) -> None:
+    here.plays(lose)
+    fields = ("x-request-id: mine", f"traceparent: {TRACEPARENT}", "tracestate: a=b")
+    client = await here.client()
+    client.send(request("acme:v1", *fields))
+    await client.answer()
+    here.plays(says(EVENTS + chunk(USAGE_EVENT) + chunk(DONE_EVENT) + LAST_CHUNK))
+    client.send(request("acme:v1", *fields, stream=True))
+    await client.answer()
+
+
+@scenario("whole", "whole", "refused", limits=TenantLimits(requests_per_minute=2))
+async def an_ingress_request_over_the_limit(here: Here) -> None:
+    client = await here.client()
+    for _ in range(3):
+        client.send(request("acme:v1", "x-request-id: mine"))
+        await client.answer()
+
+
 @scenario()
 async def heads_that_need_a_look(here: Here) -> None:
     for fields in (
-        ("x-request-id: mine",),
-        ("x-session-id: s",),
-        ("traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",),
+        ("x-request-id: mine", "x-request-id: mine"),
+        ("x-request-id: not one",),
+        ("traceparent: 00-1", "traceparent: 00-2"),
         ("content-encoding: gzip",),
         ("expect: 100-continue",),
         (bearer(GLOBEX),),

@@ -181,7 +181,7 @@ class Made:
 
     def admitted(self, flow: Flow | None) -> bool:
         """Whether it would take one now; what that took is given back."""
-        request = None if flow is None else self.flows.admit(flow, 10, 16, False)
+        request = None if flow is None else self.flows.admit(flow, 10, 16, False, None)
         if request is None:
             return False
         request.hold.settle(0)
@@ -504,9 +504,9 @@ def test_a_flow_meets_its_tenants_limits_and_counts_once() -> None:
     flow = made.find("acme:v1")
     assert flow is not None
     for _ in range(2):
-        assert made.flows.admit(flow, 10, 16, False) is not None
+        assert made.flows.admit(flow, 10, 16, False, None) is not None
     with pytest.raises(MuralError) as fast:
-        made.flows.admit(flow, 10, 16, False)
+        made.flows.admit(flow, 10, 16, False, None)
     with pytest.raises(MuralError) as slow:
         made.slow("acme:v1", KEYS[1], PATHS[0], stream=False)
     assert str(fast.value) == str(slow.value)
@@ -521,7 +521,7 @@ def test_whoever_waits_is_looked_at_when_a_request_of_a_flow_ends(
     made.source.set(ALONE)
     flow = made.find("acme:v1")
     assert flow is not None
-    request = made.flows.admit(flow, 10, 16, False)
+    request = made.flows.admit(flow, 10, 16, False, None)
     assert request is not None
     in_flight: list[int] = []
     look = lambda: in_flight.append(made.dispatch.ledger.in_flight("a"))  # noqa: E731
