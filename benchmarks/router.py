@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from mural_router.bench.load import KINDS
 from mural_router.bench.routers import NAMES, Key, Sut, missing, replicas, subject
 
 ROUTER_CORE, LOAD_CORE = 0, 1
@@ -73,10 +74,11 @@ def measure(kind: str, sut: Sut, key: Key, row: Row, arguments: argparse.Namespa
     """One load on one router."""
     load(sut, key, "short", "--seconds", "0.3")
     seconds = str(arguments.seconds)
-    if kind in ("short", "burst"):
+    if kind in ("short", "ingress", "listed", "burst"):
         report, spent = load(sut, key, kind, "--seconds", seconds)
         row.add(f"{kind} CPU", spent / report["requests"] * 1e6)
-        row.add(f"{kind} rate", report["requests"] / arguments.seconds)
+        if kind == "short":
+            row.add("short rate", report["requests"] / arguments.seconds)
     elif kind == "rate":
         report, spent = load(sut, key, kind, "--rate", "500", "--seconds", seconds)
         row.add("500/s CPU", spent / report["requests"] * 1e6)
@@ -103,6 +105,8 @@ def counts(port: int) -> tuple[int, int]:
 COLUMNS = {
     "short CPU": "short: CPU µs",
     "short rate": "req/s",
+    "ingress CPU": "behind an ingress: CPU µs",
+    "listed CPU": "prompt in a list: CPU µs",
     "burst CPU": "32 chunks at once: CPU µs",
     "500/s CPU": "500/s: CPU µs",
     "500/s p50": "p50 µs",
@@ -114,7 +118,6 @@ COLUMNS = {
     "gap p99": "p99 ms",
     "memory": "RSS MB",
 }
-LOADS = ("short", "burst", "rate", "streams")
 PEER = "vllm-router"
 
 
@@ -155,7 +158,7 @@ def rounds(suts: Sequence[Sut], ports: list[int], key: Key, arguments: argparse.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES)
-    parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS)
+    parser.add_argument("--loads", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--vllm-router", default="vllm-router", metavar="PROGRAM")
     parser.add_argument("--envoy", default="envoy", metavar="PROGRAM")
     parser.add_argument("--rounds", type=int, default=5)

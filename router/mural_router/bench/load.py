@@ -17,11 +17,15 @@ from typing import Final, cast
 
 import uvloop
 
-__all__ = ["main", "percentiles"]
+__all__ = ["KINDS", "main", "percentiles"]
 
 _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
 _STATUS_200: Final = b"HTTP/1.1 200"
 _END: Final = b"0\r\n\r\n"
+
+KINDS: Final = ("short", "ingress", "listed", "burst", "rate", "streams")
+"""Short requests as fast as they go: plain, with the fields that an ingress adds, and with their
+prompt in a list; 32 chunks at once; short requests at a rate; streams at a pace."""
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -153,8 +157,14 @@ class _Closed(_Run):
 
     stopping = False
 
+    def __init__(self, port: int, requests: list[bytes]) -> None:
+        super().__init__(port, requests)
+        self._first = asyncio.Event()
+
     def answered(self, client: _Client) -> None:
         self.done += 1
+        if self.done == 1:
+            self._first.set()
         if not self.stopping:
             client.ask(self.next(), 0.0)
 
@@ -162,6 +172,9 @@ class _Closed(_Run):
         for client in await self.connect(connections):
             client.ask(self.next(), 0.0)
         await asyncio.sleep(seconds)
+        # A figure of nothing is none, however busy the machine is.
+        async with asyncio.timeout(10):
+            await self._first.wait()
         self.stopping = True
 
 
@@ -221,14 +234,26 @@ class _Streams(_Run):
             await self._all.wait()
 
 
-def _request(prompt: str, model: str, key: str, stream: bool) -> bytes:
-    body = json.dumps(
-        {"model": model, "prompt": prompt.ljust(370, "x"), "max_tokens": 32, "stream": stream},
-        separators=(",", ":"),
-    ).encode()
+def _request(kind: str, prompt: str, number: int, key: str) -> bytes:
+    text = prompt.ljust(370, "x")
+    members = {
+        "model": f"acme/a{number:02}:v1",
+        # A list of one is a form that is counted before it is sent on.
+        "prompt": [text] if kind == "listed" else text,
+        "max_tokens": 32,
+        "stream": kind in ("burst", "streams"),
+    }
+    body = json.dumps(members, separators=(",", ":")).encode()
+    added = ""
+    if kind == "ingress":
+        added = (
+            f"x-request-id: 8f14e45f-ceea-467f-a0e6-{number:012}\r\n"
+            f"traceparent: 00-0af7651916cd43dd8448eb21{number:08}-b7ad6b7169203331-01\r\n"
+            "x-forwarded-for: 10.0.0.1\r\nx-forwarded-proto: https\r\n"
+        )
     head = (
         "POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nuser-agent: load\r\naccept: */*\r\n"
-        f"authorization: Bearer {key}\r\ncontent-type: application/json\r\n"
+        f"authorization: Bearer {key}\r\ncontent-type: application/json\r\n{added}"
         f"content-length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -237,9 +262,7 @@ def _request(prompt: str, model: str, key: str, stream: bool) -> bytes:
 async def _run(arguments: argparse.Namespace) -> dict[str, object]:
     paced = f"paced:{arguments.pace_s}:{int(arguments.seconds / arguments.pace_s)}:"
     prompt = {"burst": "burst ", "streams": paced}.get(arguments.kind, "short ")
-    requests = [
-        _request(prompt, f"acme/a{i:02}:v1", arguments.key, prompt != "short ") for i in range(64)
-    ]
+    requests = [_request(arguments.kind, prompt, i, arguments.key) for i in range(64)]
     if arguments.kind == "streams":
         streams = _Streams(arguments.port, requests)
         await streams.run(arguments.connections, arguments.opening_s, arguments.seconds)
@@ -256,7 +279,7 @@ async def _run(arguments: argparse.Namespace) -> dict[str, object]:
 def main() -> None:
     """Run one load and print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("kind", choices=["short", "burst", "rate", "streams"])
+    parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--key", required=True)
     parser.add_argument("--connections", type=int, default=32)

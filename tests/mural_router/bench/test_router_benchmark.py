@@ -31,12 +31,16 @@ def test_every_kind_of_load_is_answered(tmp_path: Path, name: str) -> None:
     with replicas(2, CORE) as ports, subject(name, ports, key, CORE, tmp_path, None) as sut:
         short = load(sut, key, "short", "--connections", "4", "--seconds", "0.3")
         burst = load(sut, key, "burst", "--connections", "2", "--seconds", "0.2")
+        others = [
+            load(sut, key, kind, "--connections", "4", "--seconds", "0.1")
+            for kind in ("ingress", "listed")
+        ]
         rate = load(sut, key, "rate", "--rate", "50", "--seconds", "0.4")
         paced = ("--connections", "5", "--seconds", "0.2", "--pace-s", "0.05")
         streams = load(sut, key, "streams", *paced)
         with urlopen(f"http://127.0.0.1:{ports[0]}/counts", timeout=5) as answer:
             counts = json.load(answer)
-        for report in (short, burst, rate, streams):
+        for report in (short, *others, burst, rate, streams):
             assert report["errors"] == 0, report["first_error"]
             assert report["requests"] > 0
         assert rate["requests"] == 20
