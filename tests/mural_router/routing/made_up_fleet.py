@@ -111,7 +111,7 @@ class Made:
         tracing: Tracing | None = None,
         retry: RetrySettings | None = None,
         breaker: BreakerSettings | None = None,
-        versions: VersionSource | None = None,
+        versions: Versions | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.fleet = fleet
@@ -132,7 +132,7 @@ class Made:
         )
         self.routing = FleetRouting(
             auth=auth or Keys(),
-            versions=Versions(versions or Aliases()),
+            versions=versions or Versions(Aliases()),
             limiter=self.limiter,
             queue=self.queue,
             dispatch=self.dispatch,
