@@ -26,7 +26,7 @@ from mural_router.routing.versions import KnownVersions, Versions, VersionSettin
 
 BOUND_S = 20.0
 DELAY_S = 0.05
-"""Of the replica, before the first byte of an answer."""
+"""Of the replica, before the first byte of an answer and again before the end of a stream."""
 ROUNDING_S = 2e-6
 SECRET = "s" * 43
 ANSWER = b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":5}}'
@@ -91,6 +91,7 @@ class Stand:
                 if json.loads(body).get("stream"):
                     writer.write(EVENTS + chunk(TEXT))
                     await self.went_on.wait()
+                    await asyncio.sleep(DELAY_S)
                     self.times.ended = clock()
                     writer.write(chunk(USAGE) + chunk(DONE) + LAST_CHUNK)
                 else:
