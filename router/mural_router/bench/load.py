@@ -181,21 +181,30 @@ class _Closed(_Run):
 class _AtRate(_Run):
     """Requests at fixed times, each on a free connection; late ones count from their time."""
 
+    def __init__(self, port: int, requests: list[bytes]) -> None:
+        super().__init__(port, requests)
+        self._wanted = 0
+        self._all = asyncio.Event()
+
     def answered(self, client: _Client) -> None:
         self.done += 1
+        if self.done == self._wanted:
+            self._all.set()
         self.latencies.append(time.perf_counter() - client.asked)
         self._free.append(client)
 
     async def run(self, rate: float, seconds: float) -> None:
         self._free = await self.connect(64)
+        self._wanted = int(rate * seconds)
         begun = time.perf_counter() + 0.1
-        for i in range(int(rate * seconds)):
+        for i in range(self._wanted):
             due = begun + i / rate
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
             if not self._free:
                 self._free += await self.connect(1)
             self._free.pop().ask(self.next(), due)
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(10):
+            await self._all.wait()
 
 
 class _Streams(_Run):
@@ -232,6 +241,8 @@ class _Streams(_Run):
             client.ask(self.next(), 0.0)
         async with asyncio.timeout(seconds * 3 + 10):
             await self._all.wait()
+        if not self.gaps:
+            raise SystemExit("Never were all of the streams open: have them take longer.")
 
 
 def _request(kind: str, prompt: str, number: int, key: str) -> bytes:

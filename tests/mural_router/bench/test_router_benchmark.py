@@ -36,7 +36,7 @@ def test_every_kind_of_load_is_answered(tmp_path: Path, name: str) -> None:
             for kind in ("ingress", "listed")
         ]
         rate = load(sut, key, "rate", "--rate", "50", "--seconds", "0.4")
-        paced = ("--connections", "5", "--seconds", "0.2", "--pace-s", "0.05")
+        paced = ("--connections", "5", "--seconds", "2", "--pace-s", "0.05", "--opening-s", "0.1")
         streams = load(sut, key, "streams", *paced)
         with urlopen(f"http://127.0.0.1:{ports[0]}/counts", timeout=5) as answer:
             counts = json.load(answer)
