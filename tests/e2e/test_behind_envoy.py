@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.util
 import json
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,22 +41,93 @@ class Gateway:
         return self.client.post("/v1/completions", json=body, headers=headers)
 
 
+class Doors:
+    """A port in front of each replica's own, which can be shut while the replica lives on."""
+
+    def __init__(self, replicas) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._servers: dict[str, asyncio.Server] = {}
+        self._open: dict[str, list[asyncio.StreamWriter]] = {}
+        self.ports: list[int] = []
+        self.flags: list[str] = []
+        for replica in replicas:
+            server = self._run(asyncio.start_server(self._to(replica.port), "127.0.0.1", 0))
+            port = server.sockets[0].getsockname()[1]
+            self._servers[f"127.0.0.1:{port}"] = server
+            self.ports.append(port)
+            self.flags.append(f"http://127.0.0.1:{port},control={replica.control_port}")
+
+    @property
+    def names(self) -> list[str]:
+        """By which the router knows the replicas, in their order."""
+        return list(self._servers)
+
+    def _run(self, work):
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_S)
+
+    def _to(self, port: int):
+        async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            host, own, *_ = writer.get_extra_info("sockname")
+            try:
+                there, back = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                writer.transport.abort()
+                return
+            self._open.setdefault(f"{host}:{own}", []).extend((writer, back))
+
+            async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                with contextlib.suppress(ConnectionError):
+                    while piece := await source.read(65536):
+                        sink.write(piece)
+                        await sink.drain()
+                sink.close()
+
+            await asyncio.gather(pump(reader, back), pump(there, writer))
+
+        return carry
+
+    def shut(self, name: str) -> None:
+        """Nobody listens at that replica's port any more, and what was connected is cut."""
+
+        async def shutting() -> None:
+            self._servers[name].close()
+            for writer in self._open.pop(name, []):
+                writer.transport.abort()
+
+        self._run(shutting())
+
+    def close(self) -> None:
+        for name in self._servers:
+            self.shut(name)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(START_S)
+        self._loop.close()
+
+
+@pytest.fixture
+def doors(running) -> Iterator[Doors]:
+    made = Doors(running)
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def gateway(
-    running, tenants, fleet_store, start_router: Callable, tmp_path: Path
+    doors: Doors, tenants, fleet_store, start_router: Callable, tmp_path: Path
 ) -> Iterator[Gateway]:
     made = load_gateway()
     program, picker_port, port = made.envoy_program(), made.free_port(), made.free_port()
     start_router(
-        *(flag for replica in running for flag in ("--replica", replica.flag)),
+        *(flag for door in doors.flags for flag in ("--replica", door)),
         *("--tenants-file", str(tenants.path), "--store", str(fleet_store)),
         *("--ext-proc", str(picker_port), "--no-access-log"),
     )
     config = tmp_path / "envoy.json"
-    replicas = [replica.port for replica in running]
     config.write_text(
         json.dumps(
-            made.gateway(port=port, picker_port=picker_port, replicas=replicas, fail_open=False)
+            made.gateway(port=port, picker_port=picker_port, replicas=doors.ports, fail_open=False)
         )
     )
     command = (program, "-c", str(config), "--use-dynamic-base-id", "--concurrency", "1")
@@ -112,6 +186,41 @@ def test_a_stream_ends_as_it_should(gateway) -> None:
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert events[-1] == "data: [DONE]"
     assert not any('"usage":{' in event for event in events)
+
+
+def homes(gateway: Gateway, count: int) -> list[str]:
+    """Who answers one adapter's requests; for each that was refused, an empty text."""
+    found = []
+    for _ in range(count):
+        answer = gateway.ask("acme", "acme:v1")
+        assert answer.status_code in (200, 503), answer.text
+        if answer.status_code == 503:
+            assert answer.json()["error"]["code"] == "unavailable"
+            assert answer.headers["retry-after"]
+        found.append(answer.headers["x-mural-replica"] if answer.status_code == 200 else "")
+    return found
+
+
+def test_a_replica_that_envoy_cannot_reach_costs_one_request_though_it_says_that_it_is_well(
+    gateway, doors
+) -> None:
+    (home,) = set(homes(gateway, 3))
+    doors.shut(home)
+    first, *rest = homes(gateway, 6)
+    assert first == ""
+    assert set(rest) == {name for name in doors.names if name != home}
+
+
+def test_a_killed_replica_s_adapters_are_answered_by_the_other_at_once(
+    gateway, doors, running
+) -> None:
+    (home,) = set(homes(gateway, 3))
+    running[doors.names.index(home)].process.kill()
+    doors.shut(home)
+    first, *rest = homes(gateway, 6)
+    other = {name for name in doors.names if name != home}
+    assert {first} <= {"", *other}
+    assert set(rest) == other
 
 
 def test_keys_and_names_are_checked_before_anything(gateway) -> None:

@@ -119,11 +119,14 @@ class Member(Listener):
 
     # -- told by the proxy --------------------------------------------------------------------
 
-    def suspect(self, tasks: asyncio.TaskGroup) -> None:
-        if self._probe is None:
-            self._suspected = True
-            self._probe = tasks.create_task(self._clear(), name=f"probing {self.endpoint.name}")
-            self._changed()
+    def suspect(self, tasks: asyncio.TaskGroup) -> bool:
+        """Not ready until its port takes a connection; whether that is news."""
+        if self._probe is not None:
+            return False
+        self._suspected = True
+        self._probe = tasks.create_task(self._clear(), name=f"probing {self.endpoint.name}")
+        self._changed()
+        return True
 
     async def _clear(self) -> None:
         backoff = Backoff(0.2, 2.0)

@@ -83,8 +83,9 @@ class FleetView:
     def suspect(self, name: str) -> None:
         """Nobody answered there: not ready until its port takes a connection again."""
         member = self._members.get(name)
-        if member is not None and self._tasks is not None:
-            member.suspect(self._tasks)
+        if member is not None and self._tasks is not None and member.suspect(self._tasks):
+            # The next request must not go there, too.
+            self.publish_now()
 
     def use_tls(self, context: tls.SSLContext) -> None:
         """Show and check other certificates on every connection that is made from now on."""

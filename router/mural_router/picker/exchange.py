@@ -62,6 +62,7 @@ class PickerExchange:
         self._first_byte_s: float | None = None
         self._bytes_sent = 0
         self._complete = False
+        self._unreachable = False
         self._reader: AnswerReader | None = None
 
     async def run(self) -> None:
@@ -169,7 +170,8 @@ class PickerExchange:
     async def _answer(self, routed: Routed) -> None:
         """Pass it on; its last piece, or its trailers, are the end.
 
-        Raises `RouterUnknown` before anything of it was passed on.
+        Raises `RouterUnknown`, or `Unavailable` for an answer of Envoy's own, before anything of
+        it was passed on.
         """
         while not self._complete:
             message = await self._next()
@@ -192,6 +194,10 @@ class PickerExchange:
         fields = messages.fields_of(message.response_headers)
         by_name = dict(fields)
         self._status = int(by_name.get(":status", "0"))
+        if messages.is_gateway_s_own(self._status, by_name):
+            self._complete = False
+            self._unreachable = messages.OVERLOADED not in by_name
+            raise Unavailable("No replica could be reached.", retry_after_s=1.0)
         self._first_byte_s = self._loop.time() - self._arrived
         served = messages.served_by(message)
         routed.answered(self._status, None if served == self._destination else served)
@@ -248,6 +254,7 @@ class PickerExchange:
                 total_s=self._loop.time() - self._arrived,
                 bytes_sent=self._bytes_sent,
                 replica_failed=broken,
+                unreachable=self._unreachable,
             )
         )
 

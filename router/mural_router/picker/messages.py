@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from envoy.config.core.v3.base_pb2 import HeaderValueOption
@@ -29,11 +29,13 @@ from mural_router.http.errors import answer_fields, error_json
 
 __all__ = [
     "DESTINATION",
+    "OVERLOADED",
     "Fields",
     "RequestFacts",
     "answer_headers",
     "fields_of",
     "is_duplex",
+    "is_gateway_s_own",
     "refusal",
     "request_body",
     "request_facts",
@@ -49,6 +51,9 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET_SPACE: Final = "envoy.lb.subset_hint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 METADATA_SPACE: Final = "envoy.lb"
+UPSTREAM_TIME: Final = "x-envoy-upstream-service-time"
+OVERLOADED: Final = "x-envoy-overloaded"
+"""Of Envoy's own answers, with which it says that the cluster's own limits are met."""
 SERVED: Final = "x-gateway-destination-endpoint-served"
 
 MAX_CHUNK: Final = 62_000
@@ -173,6 +178,15 @@ def served_by(message: ProcessingRequest) -> str | None:
         return None
     told = spaces[METADATA_SPACE].fields[SERVED].string_value.strip()
     return told if _AUTHORITY.fullmatch(told) else None
+
+
+def is_gateway_s_own(status: int, by_name: Mapping[str, str]) -> bool:
+    """Whether Envoy itself answers, since it got no answer from where it sent the request.
+
+    To what a server answers it adds the time that it took, and where it is told to add nothing,
+    the server's own date stands there. Its own answers get their date after this filter.
+    """
+    return status == 503 and UPSTREAM_TIME not in by_name and "date" not in by_name
 
 
 def answer_headers(fields: Fields, added: Fields) -> ProcessingResponse:

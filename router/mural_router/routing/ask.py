@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
+from mural_resolvers.redaction import holds_secret
 from mural_router.fleet.endpoint import Endpoint
 
 if TYPE_CHECKING:
@@ -48,9 +49,11 @@ def new_request_id() -> str:
 
 
 def request_id_of(headers: Mapping[str, str]) -> str:
-    """The client's own, where it is one; else a new one."""
+    """The client's own, where it is one and may stand in a log; else a new one."""
     given = headers.get(REQUEST_ID)
-    return given if given and _REQUEST_ID.fullmatch(given) else new_request_id()
+    if given and _REQUEST_ID.fullmatch(given) and not holds_secret(given):
+        return given
+    return new_request_id()
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
@@ -93,6 +96,9 @@ class Outcome(msgspec.Struct, frozen=True, gc=False):
     replica_failed: bool = False
     """It was the replica that did not answer in time, or broke off in the midst of its answer
     (counts for its breaker); what `Routed.retry` was told of is counted already."""
+    unreachable: bool = False
+    """A gateway got no answer from the replica: counts for its breaker, and it is used no more
+    until its port takes a connection."""
 
 
 class Routed(Protocol):

@@ -224,7 +224,9 @@ class RoutedRequest:
         if self._done:
             return
         self._done = True
-        if outcome.replica_failed and not self._attempt.ended:
+        if outcome.unreachable:
+            self._dispatch.unreachable(self._attempt)
+        elif outcome.replica_failed and not self._attempt.ended:
             self._dispatch.failed(self._attempt)
         self._settle(outcome)
         self._dispatch.end(self._attempt)

@@ -175,6 +175,19 @@ async def test_a_suspected_replica_is_not_ready_until_its_port_answers(
     watched.view.suspect("nobody")
 
 
+async def test_a_suspicion_is_in_the_fleet_before_the_next_request(watch, state_server):
+    server = await state_server()
+    watched = await watch(server.endpoint)
+    await watched.ready("a")
+    for round_ in range(2):
+        # Something was published just now, so that what is no news waits to be told.
+        server.change(round_ + 1)
+        await watched.replica("a", lambda one, number=round_ + 1: one.running == number)
+        watched.view.suspect("a")
+        assert [one.ready for one in watched.view.fleet.replicas] == [False]
+        await watched.ready("a")
+
+
 async def test_a_replica_whose_api_port_is_dead_stays_suspected(watch, start_server, endpoint_of):
     server = await start_server()
     watched = await watch(replace(endpoint_of(server), port=1))

@@ -422,6 +422,47 @@ async def test_a_replica_that_does_not_know_the_router_is_no_fault_of_the_client
     assert "mural-0 answers 401" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("fields", "unreachable"),
+    [({}, True), ({"x-envoy-overloaded": "true"}, False)],
+)
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_replica_that_envoy_could_not_reach_is_told_so_and_the_client_in_our_words(
+    client: Client, routing, fields: dict[str, str], unreachable: bool, ends: bool
+) -> None:
+    await client.routed()
+    await client.send(answer_head(503, ends=ends, content_type="text/plain", **fields))
+    answer = (await client.receive()).immediate_response
+    assert answer.status.code == 503
+    assert msgspec.json.decode(answer.body)["error"]["code"] == "unavailable"
+    told = set_fields(answer.headers.set_headers)
+    assert (told["retry-after"], told["x-mural-replica"]) == ("1", "mural-0")
+    outcome = await routing.outcome()
+    assert (outcome.status, outcome.error, outcome.first_byte_s) == (503, "unavailable", None)
+    assert (outcome.unreachable, outcome.replica_failed) == (unreachable, False)
+    assert routing.statuses == []
+
+
+@pytest.mark.parametrize(
+    ("status", "fields"),
+    [
+        (503, {"x-envoy-upstream-service-time": "3"}),
+        (503, {"date": "Mon, 30 Nov 2026 12:00:00 GMT"}),
+        (404, {}),
+        (429, {}),
+    ],
+)
+async def test_what_a_replica_answers_is_passed_on_as_it_is(
+    client: Client, routing, status: int, fields: dict[str, str]
+) -> None:
+    await client.routed()
+    await client.send(answer_head(status, ends=True, **fields))
+    assert (await client.receive()).HasField("response_headers")
+    outcome = await routing.outcome()
+    assert (outcome.status, outcome.error, outcome.unreachable) == (status, None, False)
+    assert routing.statuses == [status]
+
+
 async def test_an_answer_without_a_body_ends_with_its_headers(client: Client, routing) -> None:
     await client.routed()
     await client.send(answer_head(204, ends=True))

@@ -337,6 +337,20 @@ async def test_a_subset_hint_reaches_routing(envoy: Setup, routing) -> None:
     assert routing.asks[0].candidates == {only}
 
 
+async def test_a_dead_replica_is_told_and_a_busy_one_is_not(envoy: Setup, routing) -> None:
+    for replica in envoy.replicas:
+        replica.status = b"503 Service Unavailable"
+    busy = await envoy.post(BODY)
+    assert (busy.status_code, busy.json()["received"]) == (503, len(BODY) + 4)
+    assert not (await routing.outcome()).unreachable
+    routing.endpoints = [Endpoint("mural-0", "127.0.0.1", GATEWAY.free_port())]
+    dead = await envoy.post(BODY)
+    assert (dead.status_code, dead.json()["error"]["code"]) == (503, "unavailable")
+    assert (dead.headers["retry-after"], dead.headers["x-mural-replica"]) == ("1", "mural-0")
+    outcome = await routing.outcome()
+    assert (outcome.status, outcome.unreachable) == (503, True)
+
+
 async def test_who_served_is_what_the_gateway_says(envoy: Setup, routing) -> None:
     for replica in envoy.replicas:
         replica.more = b"x-test-served: 192.0.2.99:1\r\n"

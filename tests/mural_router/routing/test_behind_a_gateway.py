@@ -1,4 +1,4 @@
-"""What routing makes of a gateway's word: who really served."""
+"""What routing makes of a gateway's word: who really served, and whom it did not reach."""
 
 from __future__ import annotations
 
@@ -34,6 +34,19 @@ async def test_what_another_answers_opens_and_closes_no_breaker_of_the_one_that_
             routed.answered(500, served)
             done(routed, 500)
     assert made.breakers.states(made.dispatch.now) == {"b": "open"}
+
+
+async def test_a_replica_that_a_gateway_does_not_reach_is_suspected_and_avoided() -> None:
+    made = Made(MadeUpFleet(resident("acme:v1"), {}))
+    for _ in range(made.breakers.settings.failures):
+        routed = await made.ask("acme:v1")
+        assert routed.endpoint.name == "a"
+        done(routed, 503, error="unavailable", unreachable=True)
+    assert set(made.fleet.suspected) == {"a"}
+    assert made.breakers.states(made.dispatch.now) == {"a": "open"}
+    assert made.metrics.replica("a").failures == made.breakers.settings.failures
+    assert made.dispatch.ledger.in_flight("a") == 0
+    assert (await made.ask("acme:v1")).endpoint.name == "b"
 
 
 async def test_an_endpoint_that_nobody_knows_is_logged_and_holds_nothing() -> None:
