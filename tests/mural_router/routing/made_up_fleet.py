@@ -12,6 +12,7 @@ from mural_resolvers.tenants import Principal, TenantLimits
 from mural_resolvers.tracing import Tracing
 from mural_resolvers.versions import AliasTarget
 from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.view import FleetView
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
 from mural_router.placement import Base, Fleet, PlacementPolicy, Replica, Residency
@@ -104,7 +105,7 @@ class Made:
 
     def __init__(
         self,
-        fleet: MadeUpFleet,
+        fleet: MadeUpFleet | FleetView,
         *,
         auth: Authenticator | None = None,
         wait_s: float = 0.05,
