@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from mural_resolvers.errors import InvalidInput
+from mural_resolvers.errors import InvalidInput, MuralError
 from mural_router.settings import (
     RELOADED,
     RouterSettings,
@@ -31,7 +31,7 @@ logger = logging.getLogger("mural.router")
 
 @dataclass(slots=True)
 class ReloadNumbers:
-    """Files taken and refused; ``stale``: the one on disk is not the one in force."""
+    """Files taken and refused; ``stale``: the one on disk is not the one in force as a whole."""
 
     reloads: int = 0
     refused: int = 0
@@ -53,65 +53,75 @@ class Config:
         self.numbers = ReloadNumbers()
         raw = {} if path is None else read_config(path)
         self.settings = self._parse(raw)
+        """Those in force: of a changed file only what `RELOADED` names."""
         self._taken = self._seen = _fingerprint(raw)
-        self._refused = ""
+        self._refused: tuple[str, str] | None = None
+        """The last one that was, and why."""
+        self._waits_for_restart = False
 
     @property
     def watched(self) -> bool:
         """Whether there is a file that may change."""
         return self._path is not None
 
-    async def watch(self, changed: Callable[[RouterSettings], None]) -> None:
-        """Poll the file, which there is, for ever; ``changed`` is told what is to be used."""
+    async def watch(self, use: Callable[[RouterSettings], None]) -> None:
+        """`poll` the file, which there is, for ever."""
         while True:
             await asyncio.sleep(POLL_S)
             try:
-                settings = await self.poll()
-                if settings is not None:
-                    changed(settings)
+                await self.poll(use)
             except Exception:
                 # A router must not stop because of one bad moment of its settings.
                 logger.exception("the settings could not be looked at")
 
-    async def poll(self) -> RouterSettings | None:
-        """Look once; gives settings when a new file is taken, at the second look."""
+    async def poll(self, use: Callable[[RouterSettings], None]) -> None:
+        """Look once; the second look at one new content takes it, or refuses it.
+
+        ``use`` is told what is to hold from now on; it raises a ``MuralError``, and changes
+        nothing, where that cannot be.
+        """
         assert self._path is not None
         try:
             raw = await asyncio.to_thread(read_config, self._path)
         except InvalidInput as error:
-            self._refuse(str(error), error)
-            return None
+            self._refuse("", error)
+            return
         found = _fingerprint(raw)
         settled, self._seen = found == self._seen, found
         if found == self._taken:
-            self._refused, self.numbers.stale = "", False
-        elif settled and found != self._refused:
-            return self._take(raw, found)
-        return None
+            self._refused, self.numbers.stale = None, self._waits_for_restart
+        elif settled:
+            # One that was refused, too: what it names may have been put right since.
+            await self._take(raw, found, use)
 
-    def _take(self, raw: Mapping[str, object], found: str) -> RouterSettings | None:
+    async def _take(
+        self, raw: Mapping[str, object], found: str, use: Callable[[RouterSettings], None]
+    ) -> None:
         try:
-            settings = self._parse(raw)
-        except InvalidInput as error:
+            wanted = await asyncio.to_thread(self._parse, raw)
+            reloaded = {name: getattr(wanted, name) for name in RELOADED}
+            settings = msgspec.structs.replace(self.settings, **reloaded)
+            use(settings)
+        except MuralError as error:
             self._refuse(found, error)
-            return None
-        later = _differing(self.settings, settings) - RELOADED
+            return
+        later = _differing(settings, wanted)
         self.settings = settings
-        self._taken, self._refused = found, ""
+        self._taken, self._refused = found, None
         self.numbers.reloads += 1
-        self.numbers.stale = bool(later)
+        self.numbers.stale = self._waits_for_restart = bool(later)
         logger.info("settings reloaded")
         if later:
             logger.warning("these take effect at the next start: %s", ", ".join(sorted(later)))
-        return settings
 
     def _parse(self, raw: Mapping[str, object]) -> RouterSettings:
         return convert_settings(merged(raw, self._flags), self.secrets)
 
-    def _refuse(self, found: str, error: InvalidInput) -> None:
-        if found == self._refused:
+    def _refuse(self, found: str, error: MuralError) -> None:
+        """Tell it once, as long as it is the same."""
+        if (found, error.message) == self._refused:
             return
-        self._refused = found
+        self._refused = found, error.message
         self.numbers.refused += 1
         self.numbers.stale = True
         logger.error("the settings are refused, the last good ones hold: %s", error.message)

@@ -163,8 +163,16 @@ class Router:
         self._in_force = settings
 
     def take_over(self, settings: RouterSettings) -> None:
-        """Use changed settings: those that can change while requests are on their way."""
-        old, self._in_force = self._in_force, settings
+        """Use changed settings: those that can change while requests are on their way.
+
+        Raises a ``MuralError``, with nothing changed, for what they name and cannot be opened.
+        """
+        old, aliases, discovery = self._in_force, self.aliases, None
+        if settings.aliases_file != old.aliases_file:
+            aliases = _open_aliases(settings)
+        if settings.replicas != old.replicas:
+            discovery = _discovery(settings, self.cluster)
+        self._in_force = settings
         self.routing.options = _options(settings, self.tokens)
         self.routing.budget.settings = settings.retry
         self.breakers.settings = settings.breaker
@@ -172,10 +180,10 @@ class Router:
         self.queue.max_waiting = settings.queue.max_waiting
         self.queue.max_waiting_per_tenant = settings.queue.max_waiting_per_tenant
         self.versions.settings = settings.versions
-        if settings.replicas != old.replicas:
-            self.discovery.use(_discovery(settings, self.cluster))
-        if settings.aliases_file != old.aliases_file:
-            self.versions.overlay = self.aliases = _open_aliases(settings)
+        if discovery is not None:
+            self.discovery.use(discovery)
+        if aliases is not self.aliases:
+            self.versions.overlay = self.aliases = aliases
 
     async def watch_aliases(self) -> None:
         """Look for ever at the aliases file that the settings name at the time."""

@@ -199,30 +199,61 @@ def test_an_access_log_that_cannot_be_written_is_told_at_the_start(tmp_path, cap
 
 
 async def test_a_changed_file_is_taken_at_the_second_look_and_a_bad_one_changes_nothing(tmp_path):
-    one = config(tmp_path, "queue: {wait_s: 3}\n")
+    one, taken = config(tmp_path, "queue: {wait_s: 3}\n"), list[RouterSettings]()
     path = tmp_path / "router.yaml"
     path.write_text("queue: {wait_s: 4}\n")
-    assert await one.poll() is None
-    taken = await one.poll()
-    assert taken is not None
-    assert taken.queue.wait_s == 4
+    await one.poll(taken.append)
+    assert not taken
+    await one.poll(taken.append)
+    assert [each.queue.wait_s for each in taken] == [4]
     path.write_text("queue: {wait_s: -4}\n")
     for _ in range(3):
-        assert await one.poll() is None
+        await one.poll(taken.append)
+    assert len(taken) == 1
     assert (one.numbers.reloads, one.numbers.refused, one.numbers.stale) == (1, 1, True)
     assert one.settings.queue.wait_s == 4
     path.write_text("queue: {wait_s: 4}\n")
-    assert await one.poll() is None
+    await one.poll(taken.append)
+    assert (len(taken), one.numbers.stale) == (1, False)
+
+
+async def test_what_needs_a_restart_is_said_for_as_long_as_it_does(tmp_path, caplog):
+    one, taken = config(tmp_path, "http: {port: 1}\n"), list[RouterSettings]()
+    for wait_s in (5, 6):
+        text = f"http: {{port: 2}}\nqueue: {{wait_s: {wait_s}}}\n"
+        (tmp_path / "router.yaml").write_text(text)
+        for _ in range(3):
+            await one.poll(taken.append)
+        assert (one.settings.http.port, one.settings.queue.wait_s) == (1, wait_s)
+        assert taken[-1] == one.settings
+        assert one.numbers.stale
+    assert caplog.text.count("next start: http") == 2
+    (tmp_path / "router.yaml").write_text("http: {port: 1}\nqueue: {wait_s: 6}\n")
+    for _ in range(3):
+        await one.poll(taken.append)
     assert not one.numbers.stale
 
 
-async def test_what_needs_a_restart_is_said(tmp_path, caplog):
-    one = config(tmp_path, "http: {port: 1}\n")
-    (tmp_path / "router.yaml").write_text("http: {port: 2}\nqueue: {wait_s: 5}\n")
-    await one.poll()
-    await one.poll()
-    assert "next start: http" in caplog.text
-    assert one.numbers.stale
+async def test_settings_that_cannot_be_used_are_refused_once_and_taken_when_they_can(
+    tmp_path, caplog
+):
+    one, taken, usable = config(tmp_path, "queue: {wait_s: 3}\n"), list[RouterSettings](), False
+
+    def use(settings: RouterSettings) -> None:
+        if not usable:
+            raise InvalidInput("What they name is broken.")
+        taken.append(settings)
+
+    (tmp_path / "router.yaml").write_text("queue: {wait_s: 4}\n")
+    for _ in range(4):
+        await one.poll(use)
+    assert (one.numbers.reloads, one.numbers.refused, one.numbers.stale) == (0, 1, True)
+    assert one.settings.queue.wait_s == 3
+    assert caplog.text.count("What they name is broken.") == 1
+    usable = True
+    await one.poll(use)
+    assert [each.queue.wait_s for each in taken] == [4]
+    assert (one.numbers.reloads, one.numbers.stale) == (1, False)
 
 
 async def test_another_list_of_replicas_takes_the_place_of_the_first():

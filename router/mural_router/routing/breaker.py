@@ -32,7 +32,8 @@ class Breaker:
     """Closed: all requests; open: none; half-open: one at a time, as a probe."""
 
     def __init__(self, settings: BreakerSettings, draw: Callable[[], float] = random.random):
-        self._settings = settings
+        self.settings = settings
+        """Others may be put here at any time."""
         self._draw = draw
         self._failures = 0
         self._opened = 0
@@ -69,7 +70,7 @@ class Breaker:
                 self._open(now)
             return
         self._failures += 1
-        if self._failures >= self._settings.failures:
+        if self._failures >= self.settings.failures:
             self._open(now)
 
     def ended(self, attempt: object) -> None:
@@ -83,7 +84,7 @@ class Breaker:
         self._opened += 1
         self._failures = 0
         self._probe = None
-        self._open_until = now + self._settings.open_s * factor * spread
+        self._open_until = now + self.settings.open_s * factor * spread
 
 
 class Breakers:
@@ -92,17 +93,28 @@ class Breakers:
     def __init__(
         self, settings: BreakerSettings, draw: Callable[[], float] = random.random
     ) -> None:
-        self.settings = settings
+        self._settings = settings
         self._draw = draw
         self._by_name: dict[str, Breaker] = {}
         self.troubled: set[str] = set()
         """Those that have failed since they last answered well; for reading."""
 
+    @property
+    def settings(self) -> BreakerSettings:
+        """Others may be put here at any time, and hold for what is troubled already."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, settings: BreakerSettings) -> None:
+        self._settings = settings
+        for breaker in self._by_name.values():
+            breaker.settings = settings
+
     def of(self, replica: str) -> Breaker:
         """The replica's."""
         breaker = self._by_name.get(replica)
         if breaker is None:
-            breaker = self._by_name[replica] = Breaker(self.settings, self._draw)
+            breaker = self._by_name[replica] = Breaker(self._settings, self._draw)
         return breaker
 
     def begin(self, replica: str, attempt: object, now: float) -> None:
