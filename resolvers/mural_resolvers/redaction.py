@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-__all__ = ["RedactingFormatter", "holds_key", "redacted"]
+__all__ = ["RedactingFormatter", "holds_key", "holds_secret", "redacted"]
 
 # A message begins with a capital letter, whatever it quotes.
 _MARK = "ural_"
@@ -19,6 +19,11 @@ _USER_INFO = re.compile(r'(:/{1,3})[^\s/?#"<>]{1,1024}@')
 def holds_key(text: str) -> bool:
     """Tell whether the text has something in it that has the form of an API key."""
     return _MARK in text and _KEY.search(text) is not None
+
+
+def holds_secret(text: str) -> bool:
+    """Tell whether `redacted` would take something out of the text."""
+    return redacted(text) != text
 
 
 def redacted(text: str) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.redaction import holds_secret, redacted
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -37,7 +38,8 @@ class Trace:
         """Note attributes, ``mural.`` before their names; None is left out."""
         for name, value in values.items():
             if value is not None:
-                self._span.set_attribute(f"mural.{name}", value)
+                shown = redacted(value) if isinstance(value, str) else value
+                self._span.set_attribute(f"mural.{name}", shown)
 
     def event(self, name: str) -> None:
         """Note that something happened now."""
@@ -49,7 +51,8 @@ class Trace:
 
         self._span.set_attribute("http.response.status_code", status)
         if error is not None or status >= 500:
-            self._span.set_status(Status(StatusCode.ERROR, error))
+            shown = None if error is None else redacted(error)
+            self._span.set_status(Status(StatusCode.ERROR, shown))
         self._span.end()
 
 
@@ -67,8 +70,14 @@ class Tracing:
         """Begin a span under the one that a request's headers (lower-case names) tell of."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
-        parent = self._propagator.extract(dict(headers))
-        span = self._tracer.start_span(name, context=parent, kind=SpanKind.SERVER)
+        # Vendors' state is the caller's own text, and leaves with the span.
+        carrier = {
+            name: headers[name]
+            for name in ("traceparent", "tracestate")
+            if name in headers and not holds_secret(headers[name])
+        }
+        parent = self._propagator.extract(carrier)
+        span = self._tracer.start_span(redacted(name), context=parent, kind=SpanKind.SERVER)
         onward: dict[str, str] = {}
         self._propagator.inject(onward, set_span_in_context(span, parent))
         return Trace(span, onward)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from mural_resolvers.errors import InvalidInput, MuralError
+from mural_resolvers.redaction import redacted
 from mural_resolvers.secret_text import read_secret
 from mural_resolvers.sizes import size_argument
 from mural_resolvers.stderr_log import log_to_stderr
@@ -97,7 +98,7 @@ class RouteCommand:
         try:
             return _run(vars(args), os.environ)
         except MuralError as error:
-            print(f"mural route: {error.message}", file=sys.stderr)
+            print(f"mural route: {redacted(error.message)}", file=sys.stderr)
             return 1
 
 

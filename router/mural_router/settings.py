@@ -351,6 +351,9 @@ def _converted(raw: Mapping[str, object]) -> RouterSettings:
         problem, found, place = str(error).rpartition(" - at `$")
         where = f"{place.rstrip('`').lstrip('.')}: " if found else ""
         text = (problem if found else str(error)).replace("`", "")
+        if text.startswith("Invalid enum value"):
+            # What stands there instead may be a secret that came there by mistake.
+            text = text.partition(" '")[0]
         raise InvalidInput(f"settings: {where}{redacted(text)}.") from None
 
 

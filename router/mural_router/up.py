@@ -95,7 +95,7 @@ class UpCommand:
             check_router(plan.router.command[len(MURAL) + 1 :], plan.environment)
             return asyncio.run(Supervisor(plan).run())
         except MuralError as error:
-            print(f"mural up: {error.message}", file=sys.stderr)
+            print(f"mural up: {redacted(error.message)}", file=sys.stderr)
             return 1
 
 

@@ -9,6 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.tenants import mint_key
 from mural_resolvers.tracing import open_tracing
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -53,6 +54,23 @@ def test_an_error_or_a_status_from_500_on_marks_the_span():
     spans, _ = spans_of(act)
     failed = [span.status.status_code is StatusCode.ERROR for span in spans]
     assert failed == [True, True, False]
+
+
+def test_no_key_of_a_caller_is_in_a_span():
+    key = mint_key().key
+
+    def act(tracing):
+        for state in (f"a={key}", "a=b"):
+            trace = tracing.start(
+                f"GET /v1/models/{key}", {"traceparent": PARENT, "tracestate": state}
+            )
+            trace.set(adapter=key)
+            trace.end(status=500, error=f"unknown: {key}")
+
+    spans, _ = spans_of(act)
+    assert all(key[-43:] not in span.to_json() for span in spans)
+    assert [dict(span.context.trace_state) for span in spans] == [{}, {"a": "b"}]
+    assert all(f"{span.parent.span_id:016x}" == PARENT.split("-")[2] for span in spans)
 
 
 @pytest.mark.parametrize("header", [NOT_SAMPLED, "garbage", "00-0-0-01", "\x00"])

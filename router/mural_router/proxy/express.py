@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from mural_resolvers.errors import MuralError
+from mural_resolvers.redaction import holds_secret
 from mural_router.http.exchange import WholeExchange, status_line
 from mural_router.http.head import ResponseHead, parse_request_head
 from mural_router.http.scan import PlainRequest, plain_answer, plain_request
@@ -71,10 +72,13 @@ class ExpressLane:
             return None
         if flow is None or len(data) - plain[4] > self._max_body_bytes:
             return None
+        _, prompt_bytes, max_tokens, stream, body_at, _, _, _, request_id, _ = plain
+        if request_id is not None and holds_secret(request_id):
+            # It gets another one there.
+            return None
         replica = self.pool.take_from(flow.address)
         if replica is None:
             return None
-        _, prompt_bytes, max_tokens, stream, body_at, _, _, _, request_id, _ = plain
         try:
             request = self._flows.admit(
                 flow, prompt_bytes, None if max_tokens < 0 else max_tokens, stream, request_id

@@ -245,5 +245,8 @@ class ControlClient:
             message = msgspec.json.decode(body, type=_ErrorBody).error.message
         except msgspec.MsgspecError:
             message = f"status {head.status}"
+        if self._token:
+            # Who refuses a request may quote it, and this is logged.
+            message = message.replace(self._token, "…")
         retry = head.headers.get("retry-after", "")
         return ControlError(message, head.status, float(retry) if retry.isdecimal() else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -128,3 +129,21 @@ def test_the_protocol_needs_neither_torch_nor_a_web_framework():
         "import mural_server.protocol\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+async def test_a_refusal_that_quotes_the_token_is_told_without_it():
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        assert "Bearer the-token" in head
+        body = json.dumps({"error": {"message": f"nobody known sent {head}"}}).encode()
+        writer.write(b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ControlError, match="Bearer …") as caught:
+            await ControlClient("127.0.0.1", port, token="the-token").drain()
+
+    assert caught.value.status == 401
+    assert "the-token" not in caught.value.message
