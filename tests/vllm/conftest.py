@@ -123,6 +123,8 @@ class Reference:
     """Mural's own answers over the same base, greedy and in float32."""
 
     prompts: list[list[int]]
+    chats: list[str]
+    """The same prompts as texts."""
     texts: dict[str, list[str]]
 
 
@@ -182,7 +184,7 @@ def reference(base_model: Path) -> Reference:
     texts: dict[str, list[str]] = {}
     for (model, _), output in zip(asked, outputs, strict=True):
         texts.setdefault(model, []).append(output.outputs[0].text)
-    return Reference(prompts, texts)
+    return Reference(prompts, chats, texts)
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from http.client import HTTPConnection
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -44,7 +46,13 @@ class Fleet:
             base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=120
         )
 
-    def complete(self, tenant: str, model: str, prompt: list[int]):
+    def counted(self, family: str) -> dict[str, float]:
+        """A family of the router's counters, by the value of its one label."""
+        text = httpx.get(f"{self.admin}/metrics").text
+        line = rf'^mural_router_{family}_total{{\w+="([^"]*)"}} (\S+)$'
+        return {label: float(count) for label, count in re.findall(line, text, re.MULTILINE)}
+
+    def complete(self, tenant: str, model: str, prompt: list[int] | str):
         """The text, the model that the answer names, and the replica."""
         with self.client(tenant) as client:
             raw = client.completions.with_raw_response.create(
@@ -133,8 +141,7 @@ def test_what_is_not_the_callers_never_reaches_vllm(fleet, reference) -> None:
 
 
 def test_a_stream_comes_in_pieces_and_its_tokens_are_counted(fleet, reference) -> None:
-    metrics = f"{fleet.admin}/metrics"
-    before = tokens(httpx.get(metrics).text)
+    before = fleet.counted("tokens")["completion"]
     with fleet.client("acme") as client:
         stream = client.completions.create(
             model="acme:v1",
@@ -146,14 +153,93 @@ def test_a_stream_comes_in_pieces_and_its_tokens_are_counted(fleet, reference) -
         pieces = [event.choices[0].text for event in stream if event.choices]
     assert len(pieces) > 3
     assert "".join(pieces) == reference.texts["acme:v1"][0]
-    assert tokens(httpx.get(metrics).text) > before
+    assert fleet.counted("tokens")["completion"] > before
 
 
-def tokens(metrics: str) -> float:
-    """Of all kinds and tenants, as the router counted them."""
-    lines = re.findall(r"^mural_router_\w*tokens_total\{[^}]*\} (\S+)$", metrics, re.MULTILINE)
-    assert lines
-    return sum(map(float, lines))
+@dataclass
+class Plain:
+    """Asks as a plain client does: with texts for prompts, all on one connection that is kept."""
+
+    connection: HTTPConnection
+    key: str
+
+    def whole(self, model: str, prompt: str) -> dict[str, Any]:
+        answer = json.loads(self._answer(model, prompt))
+        assert answer["model"] == model
+        return answer
+
+    def stream(self, model: str, prompt: str) -> list[dict[str, Any]]:
+        """All events but the last."""
+        *events, last, rest = self._answer(model, prompt, stream=True).split(b"\n\n")
+        assert (last, rest) == (b"data: [DONE]", b"")
+        return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+    def _answer(self, model: str, prompt: str, **members: Any) -> bytes:
+        body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0}
+        headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        socket = self.connection.sock
+        self.connection.request(
+            "POST", "/v1/completions", json.dumps(body | members).encode(), headers
+        )
+        assert self.connection.sock is socket or socket is None
+        response = self.connection.getresponse()
+        data = response.read()
+        assert response.status == 200, data
+        assert response.headers["x-mural-adapter"] == model
+        return data
+
+
+def change(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {name: after[name] - before.get(name, 0) for name in after}
+
+
+@pytest.mark.parametrize(("tenant", "model"), [("acme", "acme:v1"), ("globex", "globex:v1")])
+def test_plain_requests_are_carried_by_the_express_way(fleet, reference, tenant, model) -> None:
+    host = fleet.url.removeprefix("http://")
+    with closing(HTTPConnection(host, timeout=120)) as connection:
+        client = Plain(connection, fleet.keys[tenant])
+        # From here on a connection to its home is kept.
+        client.whole(model, reference.chats[0])
+        ways, used, http = (fleet.counted(each) for each in ("express", "tokens", "http"))
+        whole = [client.whole(model, chat) for chat in reference.chats]
+        streams = [client.stream(model, chat) for chat in reference.chats]
+    asked = len(reference.chats)
+    texts = reference.texts[model]
+    assert [answer["choices"][0]["text"] for answer in whole] == texts
+    pieces = [[event["choices"][0]["text"] for event in stream] for stream in streams]
+    assert ["".join(each) for each in pieces] == texts
+    assert all(len(each) > 3 for each in pieces)
+    # Nobody asked for the usage of the streams: it is counted, and not passed on.
+    assert not any(event.get("usage") for stream in streams for event in stream)
+    usage = [answer["usage"] for answer in whole]
+    assert [each["prompt_tokens"] for each in usage] == list(map(len, reference.prompts))
+    assert change(used, fleet.counted("tokens")) == {
+        kind: 2 * sum(each[f"{kind}_tokens"] for each in usage) for kind in ("prompt", "completion")
+    }
+    # A stream begins on it and goes on as any other, and so does an answer that comes in pieces.
+    assert sum(change(ways, fleet.counted("express")).values()) == 2 * asked
+    assert change(http, fleet.counted("http")) == {
+        "requests": 2 * asked,
+        "refused": 0,
+        "replica_connections": 0,
+    }
+
+
+def test_the_openai_clients_requests_are_plain(fleet, reference) -> None:
+    model, text = "acme:v1", reference.texts["acme:v1"][0]
+    fleet.complete("acme", model, reference.chats[0])
+    ways = fleet.counted("express")
+    assert fleet.complete("acme", model, reference.chats[0])[:2] == (text, model)
+    with fleet.client("acme") as client:
+        stream = client.completions.create(
+            model=model,
+            prompt=reference.chats[0],
+            max_tokens=MAX_TOKENS,
+            temperature=0,
+            stream=True,
+        )
+        assert "".join(event.choices[0].text for event in stream) == text
+    assert sum(change(ways, fleet.counted("express")).values()) == 2
 
 
 def test_vllms_own_load_generator_runs_through_the_router(fleet, vllm_command, base_model) -> None:
