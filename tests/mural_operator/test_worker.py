@@ -79,7 +79,10 @@ async def test_everything_is_looked_at_again_after_a_while_without_a_wake(monkey
     running.cancel()
 
 
-async def test_a_step_that_fails_is_tried_again(worker, caplog):
+async def test_a_step_that_fails_is_tried_again(worker, caplog, monkeypatch):
+    monkeypatch.setattr(module, "RESYNC_S", 3600)
+    await worker.until(1)
     worker.failures = 1
-    await worker.until(2)
+    worker.wake()
+    await worker.until(3)
     assert "a test failed" in caplog.text
