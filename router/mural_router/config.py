@@ -99,8 +99,7 @@ class Config:
     ) -> None:
         try:
             wanted = await asyncio.to_thread(self._parse, raw)
-            reloaded = {name: getattr(wanted, name) for name in RELOADED}
-            settings = msgspec.structs.replace(self.settings, **reloaded)
+            settings = self._changed_to(wanted)
             use(settings)
         except MuralError as error:
             self._refuse(found, error)
@@ -113,6 +112,15 @@ class Config:
         logger.info("settings reloaded")
         if later:
             logger.warning("these take effect at the next start: %s", ", ".join(sorted(later)))
+
+    def _changed_to(self, wanted: RouterSettings) -> RouterSettings:
+        """Those in force with what may change of others."""
+        names = RELOADED
+        if wanted.objects != self.settings.objects:
+            # Where aliases come from changes as a whole, or they would come from nowhere.
+            names -= {"aliases_file"}
+        changed = {name: getattr(wanted, name) for name in names}
+        return msgspec.structs.replace(self.settings, **changed)
 
     def _parse(self, raw: Mapping[str, object]) -> RouterSettings:
         return convert_settings(merged(raw, self._flags), self.secrets)

@@ -234,6 +234,22 @@ async def test_what_needs_a_restart_is_said_for_as_long_as_it_does(tmp_path, cap
     assert not one.numbers.stale
 
 
+@pytest.mark.parametrize("first", ["objects", "aliases_file"])
+async def test_aliases_change_over_to_objects_and_back_with_a_restart(tmp_path, caplog, first):
+    then = "aliases_file" if first == "objects" else "objects"
+    for name in (first, then):
+        (tmp_path / name).touch()
+    one, taken = config(tmp_path, f"{first}: {tmp_path / first}"), list[RouterSettings]()
+    before = one.settings
+    (tmp_path / "router.yaml").write_text(f"{then}: {tmp_path / then}\nqueue: {{wait_s: 4}}\n")
+    for _ in range(3):
+        await one.poll(taken.append)
+    assert (taken[0].objects, taken[0].aliases_file) == (before.objects, before.aliases_file)
+    assert taken[0].queue.wait_s == 4
+    assert "next start: aliases_file, " in caplog.text
+    assert one.numbers.stale
+
+
 async def test_settings_that_cannot_be_used_are_refused_once_and_taken_when_they_can(
     tmp_path, caplog
 ):
