@@ -146,8 +146,7 @@ async def test_another_aliases_file_of_changed_settings_holds_at_once(tmp_path: 
     assert (await router.versions.resolve(name)).name.version == "v1"
     await asyncio.to_thread(settings.write_text, f"aliases_file: {tmp_path}/two")
     for _ in range(2):
-        if (changed := await config.poll()) is not None:
-            router.take_over(changed)
+        await config.poll(router.take_over)
     assert (await router.versions.resolve(name)).name.version == "v2"
     await router.close()
 
