@@ -20,9 +20,12 @@ from types import ModuleType
 SOURCES = Path(__file__).resolve().parent
 LIBRARY = SOURCES.parent / "mural_router" / "http" / "_scan.abi3.so"
 FLAGS = (
-    *("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
-    *("-fstack-protector-strong", "-D_FORTIFY_SOURCE=2", "-Wall", "-Wextra"),
+    *("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti"),
+    *("-Wall", "-Wextra"),
 )
+OPTIMISED = ("-O2", "-fstack-protector-strong", "-D_FORTIFY_SOURCE=2")
+SANITIZED = ("-O1", "-g", "-fno-sanitize-recover=all")
+"""For tests, with ``-fsanitize=`` and one kind: g++ drops checks of one where there are two."""
 
 
 def _load_shared() -> ModuleType:
@@ -39,6 +42,14 @@ def _load_shared() -> ModuleType:
 shared = _load_shared()
 
 
+def compile_to(made: Path, compiler: str, flags: tuple[str, ...]) -> None:
+    """Raises ``shared.BuildFailed``."""
+    digest = shared.load_source_digest()(SOURCES)
+    define, include = f'-DMURAL_SOURCE_DIGEST="{digest}"', sysconfig.get_path("include")
+    source = (define, "-I", include, str(SOURCES / "scan.cpp"))
+    shared.call([compiler, *FLAGS, *flags, *source, "-shared", "-o", str(made)])
+
+
 def build(environment: Mapping[str, str] = os.environ) -> Path | None:
     """Make the library if it is wanted and can be made; None where there is none.
 
@@ -48,18 +59,15 @@ def build(environment: Mapping[str, str] = os.environ) -> Path | None:
     if wanted == "0":
         LIBRARY.unlink(missing_ok=True)
         return None
-    headers = sysconfig.get_path("include")
-    if not (Path(headers) / "Python.h").is_file():
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
         LIBRARY.unlink(missing_ok=True)
         print("the native reader is left out: Python's headers are not installed", file=sys.stderr)
         return None
     try:
         compiler = shared.find_compiler(environment)
-        digest = shared.load_source_digest()(SOURCES)
         with tempfile.TemporaryDirectory(prefix="mural-native-") as temporary:
             made = Path(temporary) / LIBRARY.name
-            source = (f'-DMURAL_SOURCE_DIGEST="{digest}"', "-I", headers, str(SOURCES / "scan.cpp"))
-            shared.call([compiler, *FLAGS, *source, "-shared", "-o", str(made)])
+            compile_to(made, compiler, OPTIMISED)
             # Onto a new file in place, so that a process that has the old one mapped keeps it.
             placed = LIBRARY.with_suffix(f".{os.getpid()}")
             shutil.copyfile(made, placed)
