@@ -66,7 +66,7 @@ class Queueing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Longest wait for capacity, then 503."""
     max_waiting: int = 10_000
     max_waiting_per_tenant: int = 200
-    """Beyond it 429."""
+    """Beyond it 429; a tenant may have a queue length of its own."""
 
 
 class Secrets(msgspec.Struct, frozen=True, kw_only=True):

@@ -165,7 +165,7 @@ TENANTS: list[Case] = [
     ("Tenant", {"keys": [HASHED | {"expires": "2027-01-31T12:00:00Z"}]}, ""),
     ("Tenant", {"grants": ["globex", "globex/sql:v1", "@sql*"], "public": ["sql", "*"]}, ""),
     ("Tenant", {"limits": {"requestsPerMinute": 60, "bytes": "2Gi"}}, ""),
-    ("Tenant", {"limits": {"adapters": 0, "bytes": 0}}, ""),
+    ("Tenant", {"limits": {"queueLength": 0, "adapters": 0, "bytes": 0}}, ""),
     ("Tenant", {"keys": [KEY]}, "must be of type object"),
     ("Tenant", {"keys": [{"key": KEY}]}, 'unknown field "spec.keys[0].key"'),
     ("Tenant", {"keys": [{"id": KEY, "sha256": SHA256}]}, "may not be more than 32"),
@@ -182,6 +182,7 @@ TENANTS: list[Case] = [
     ("Tenant", {"weight": 0}, "should be greater than 0"),
     ("Tenant", {"grants": ["not a grant"]}, "spec.grants[0] in body should match"),
     ("Tenant", {"limits": {"requestsPerMinute": 0}}, "should be greater than or equal to 1"),
+    ("Tenant", {"limits": {"queueLength": -1}}, "should be greater than or equal to 0"),
     ("Tenant", {"limits": {"bytes": "much"}}, "a number of bytes, or a size such as 2Gi"),
     ("Tenant", {"namespaces": ["Team"]}, "spec.namespaces[0] in body should match"),
 ]

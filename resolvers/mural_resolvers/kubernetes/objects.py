@@ -255,6 +255,7 @@ class Limits(msgspec.Struct, frozen=True, rename="camel"):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
+    queue_length: int | None = None
     adapters: int | None = None
     bytes: str | int | None = None
 

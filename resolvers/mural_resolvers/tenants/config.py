@@ -142,6 +142,7 @@ class _Limits(msgspec.Struct, forbid_unknown_fields=True):
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
+    queue_length: int | None = None
     adapters: int | None = None
     bytes: str | None = None
 
@@ -244,16 +245,17 @@ def _tenant(where: str, raw: _Tenant) -> Tenant:
 
 def _limits(where: str, raw: _Limits) -> TenantLimits:
     limits = TenantLimits(
-        raw.requests_per_minute,
-        raw.tokens_per_minute,
-        raw.concurrency,
-        raw.adapters,
-        None if raw.bytes is None else _at(f"{where}.bytes", parse_size, raw.bytes),
+        requests_per_minute=raw.requests_per_minute,
+        tokens_per_minute=raw.tokens_per_minute,
+        concurrency=raw.concurrency,
+        queue_length=raw.queue_length,
+        adapters=raw.adapters,
+        bytes=None if raw.bytes is None else _at(f"{where}.bytes", parse_size, raw.bytes),
     )
     for name in TenantLimits.__slots__:
         value = getattr(limits, name)
-        # Nothing uploaded at all is a limit that makes sense; no request at all is no tenant.
-        least = 0 if name in ("adapters", "bytes") else 1
+        # Nothing uploaded and nothing that waits make sense; no request at all is no tenant.
+        least = 0 if name in ("queue_length", "adapters", "bytes") else 1
         if value is not None and not least <= value <= MAX_COUNT:
             raise InvalidInput(f"{where}.{name}: a whole number from {least} on is wanted.")
     return limits

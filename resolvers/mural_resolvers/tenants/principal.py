@@ -34,13 +34,15 @@ class TenantLimits:
     """What a tenant may use at most; None: no limit of its own.
 
     ``requests_per_minute`` and ``tokens_per_minute`` (prompt and generated) hold for any 60
-    seconds. ``concurrency``: sequences at one time. ``adapters`` and ``bytes``: what it may keep
-    of its own uploads.
+    seconds. ``concurrency``: sequences at one time. ``queue_length``: requests that wait in one
+    router for capacity (None: as many as the router lets any tenant's). ``adapters`` and
+    ``bytes``: what it may keep of its own uploads.
     """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrency: int | None = None
+    queue_length: int | None = None
     adapters: int | None = None
     bytes: int | None = None
 

@@ -102,7 +102,8 @@ class FairQueue(Generic[Seat]):
         max_waiting_per_tenant: int = 200,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Bounds on all that wait and on one tenant's; ``clock`` gives seconds."""
+        """Bounds on all that wait, and on those of a tenant that has none of its own; ``clock``
+        gives seconds."""
         self.max_waiting = max_waiting
         self.max_waiting_per_tenant = max_waiting_per_tenant
         self._clock = clock
@@ -139,6 +140,7 @@ class FairQueue(Generic[Seat]):
         timeout_s: float,
         release: Callable[[Seat], None],
         group: Hashable = None,
+        max_waiting: int | None = None,
     ) -> Turn[Seat]:
         """Give the request its seat, at once where nobody waits and there is one.
 
@@ -146,6 +148,7 @@ class FairQueue(Generic[Seat]):
         loop, must not wait, and what it raises is raised here. ``group``: requests that want
         the same capacity, so that where one of them finds none, the others are not asked.
         ``release`` gives a seat back that was taken for a request whose caller went away.
+        ``max_waiting``: the tenant's own bound, in place of `max_waiting_per_tenant`.
 
         Raises `RateLimited` when the tenant's own queue is full, and `Unavailable` when there
         is no seat within ``timeout_s`` seconds or no room to wait; both say when to come back.
@@ -153,7 +156,9 @@ class FairQueue(Generic[Seat]):
         seat = self.seat_now(attempt)
         if seat is not None:
             return Turn(seat, 0.0, None)
-        self._check_room(tenant)
+        self._check_room(
+            tenant, self.max_waiting_per_tenant if max_waiting is None else max_waiting
+        )
         loop, began = asyncio.get_running_loop(), self._clock()
         waiter = _Waiter(tenant, max(tokens, 1), weight, attempt, group, loop.create_future())
         first_of_group = self.waiting and group not in self._heaps
@@ -284,10 +289,10 @@ class FairQueue(Generic[Seat]):
 
     # -- who waits -----------------------------------------------------------------------------
 
-    def _check_room(self, tenant: str | None) -> None:
+    def _check_room(self, tenant: str | None, most: int) -> None:
         found = self._tenants.get(tenant)
         own = 0 if found is None else found.count
-        if own >= self.max_waiting_per_tenant:
+        if own >= most:
             self._full += 1
             raise RateLimited(
                 f"This tenant has {own} requests waiting already, as many as may.",

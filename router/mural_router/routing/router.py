@@ -107,6 +107,9 @@ class FleetRouting(Unfolding):
         # A request that is traced has a span of its own, and so has nothing of a flow.
         self.express = None if tracing is not None else Express(self._flows, self)
 
+    def on_silence(self, fell_silent: Callable[[Endpoint], None]) -> None:
+        self.dispatch.fell_silent = fell_silent
+
     @property
     def options(self) -> RoutingOptions:
         """Others may be put here at any time."""
@@ -259,6 +262,7 @@ class FleetRouting(Unfolding):
                 timeout_s=wait_s,
                 release=self.dispatch.end,
                 group=self.dispatch.group(placement),
+                max_waiting=asked.principal.limits.queue_length,
             )
         except Unavailable as error:
             if self.dispatch.source.fleet.accepting:

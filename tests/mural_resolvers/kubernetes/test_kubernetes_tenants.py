@@ -39,12 +39,13 @@ tenants:
     public: ["chat:v1"]
     base: false
     sources: [s3]
-    limits: {requests_per_minute: 60, tokens_per_minute: 1000, concurrency: 4, adapters: 3,
-             bytes: 2Gi}
+    limits: {requests_per_minute: 60, tokens_per_minute: 1000, concurrency: 4,
+             queue_length: 0, adapters: 3, bytes: 2Gi}
     keys:
       - {id: somekeyid, sha256: aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa}
 """
-    limits = {"requestsPerMinute": 60, "tokensPerMinute": 1000, "concurrency": 4, "adapters": 3}
+    limits = {"requestsPerMinute": 60, "tokensPerMinute": 1000, "concurrency": 4}
+    limits |= {"queueLength": 0, "adapters": 3}
     tenant = make_tenant(
         "acme",
         weight=2,
@@ -64,6 +65,7 @@ tenants:
         ({"weight": 0}, "spec.weight"),
         ({"grants": ["a b"]}, "spec.grants[0]"),
         ({"limits": {"concurrency": 0}}, "spec.limits.concurrency"),
+        ({"limits": {"queueLength": -1}}, "spec.limits.queue_length"),
         ({"limits": {"bytes": "much"}}, "spec.limits.bytes"),
     ],
 )

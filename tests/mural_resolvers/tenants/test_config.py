@@ -39,6 +39,7 @@ tenants:
       requests_per_minute: 60
       tokens_per_minute: 10000
       concurrency: 4
+      queue_length: 20
       adapters: 10
       bytes: 2Gi
   - id: globex
@@ -53,7 +54,7 @@ def test_a_whole_file_says_who_may_do_what() -> None:
 
     acme, globex = config.tenants
     assert (acme.weight, acme.base, acme.sources) == (2.5, False, frozenset({"s3", "uploads"}))
-    assert acme.limits == TenantLimits(60, 10_000, 4, 10, 2 << 30)
+    assert acme.limits == TenantLimits(60, 10_000, 4, 20, 10, 2 << 30)
     assert [key.id for key in acme.keys] == ["12345678", "123e4567"]
     assert acme.keys[0].created == datetime(2026, 11, 1, 8, 30, tzinfo=UTC)
     assert acme.keys[0].expires == datetime(2027, 1, 31, tzinfo=UTC)
@@ -128,6 +129,7 @@ def key(**fields: object) -> str:
         (tenant(colour="red"), r"^tenants\[0\]: .*colour"),
         (tenant(limits="{requests_per_minute: 0}"), r"^tenants\[0\].limits.requests_per_minute"),
         (tenant(limits="{concurrency: -1}"), r"^tenants\[0\].limits.concurrency"),
+        (tenant(limits="{queue_length: -1}"), r"^tenants\[0\].limits.queue_length"),
         (tenant(limits="{tokens_per_minute: many}"), r"^tenants\[0\].limits.tokens_per_minute"),
         (tenant(limits="{bytes: 2 apples}"), r"^tenants\[0\].limits.bytes"),
         (tenant(limits="{requests: 1}"), r"^tenants\[0\].limits: .*requests"),

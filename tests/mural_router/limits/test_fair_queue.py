@@ -54,6 +54,7 @@ def ask(
     tokens: int = 100,
     timeout_s: float = 60.0,
     group: Hashable = None,
+    max_waiting: int | None = None,
 ) -> asyncio.Task[Turn[str]]:
     """A request of the tenant before the first dot of its name."""
     return asyncio.ensure_future(
@@ -65,6 +66,7 @@ def ask(
             timeout_s=timeout_s,
             release=fleet.released.append,
             group=group,
+            max_waiting=max_waiting,
         )
     )
 
@@ -233,6 +235,28 @@ async def test_a_tenant_with_a_full_queue_is_over_its_own_limit() -> None:
     assert not other.done()
     for task in [*tasks, other]:
         task.cancel()
+
+
+@pytest.mark.parametrize(("own", "held"), [(0, 0), (1, 1), (3, 3), (None, 2)])
+async def test_a_tenant_may_have_a_queue_length_of_its_own(own: int | None, held: int) -> None:
+    fleet = Fleet()
+    queue = make(fleet, max_waiting_per_tenant=2)
+    tasks = [ask(queue, fleet, f"acme.{i}", max_waiting=own) for i in range(held)]
+    await settled()
+    assert queue.snapshot().longest == held
+
+    with pytest.raises(RateLimited, match=f"has {held} requests waiting") as caught:
+        await ask(queue, fleet, "acme.more", max_waiting=own)
+
+    assert caught.value.retry_after_s
+    assert queue.snapshot().full == 1
+    # Whatever it is, it holds nobody up who need not wait, and no other tenant.
+    others = [ask(queue, fleet, f"globex.{i}") for i in range(2)]
+    await settled()
+    await grant(queue, fleet, held + 2)
+    await asyncio.gather(*tasks, *others)
+    fleet.free[None] = 1
+    assert (await ask(queue, fleet, "acme.now", max_waiting=own)).seat == "acme.now"
 
 
 async def test_where_all_places_are_taken_the_most_crowded_tenant_gives_way() -> None:
