@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -289,6 +290,10 @@ StartServer = Callable[..., Awaitable[Server]]
 async def running_server(engine: ScriptedEngine, settings: ServerSettings) -> AsyncIterator[Server]:
     settings.validate()
     sockets = [bind("127.0.0.1", 0, "--port"), bind("127.0.0.1", 0, "--control-port")]
+    for bound in sockets:
+        # As uvloop does, which a server runs on; asyncio's own loop leaves it out for such sockets,
+        # and every answer comes 40 ms late (Nagle's algorithm beside delayed acknowledgements).
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ports = [bound.getsockname()[1] for bound in sockets]
     async with build_state(settings, engine, byte_tokenizer(), SamplingDefaults()) as state:
         server = Server(state, engine, ports)
