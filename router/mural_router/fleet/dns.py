@@ -19,13 +19,19 @@ from dns.rdtypes.IN.SRV import SRV
 from mural_resolvers.backoff import Backoff
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint, Engine
-from mural_router.fleet.options import read_engine, read_port, split_options, url_port
+from mural_router.fleet.options import (
+    read_engine,
+    read_port,
+    read_weight,
+    split_options,
+    url_port,
+)
 
 __all__ = ["DnsDiscovery", "DnsPlace", "parse_dns"]
 
 log = logging.getLogger(__name__)
 
-OPTIONS = ("engine", "control", "tls")
+OPTIONS = ("engine", "control", "tls", "weight")
 LIFETIME_S = 5.0
 MIN_TTL_S = 1.0
 MAX_TTL_S = 30.0
@@ -42,6 +48,8 @@ class DnsPlace:
     control_port: int | None = None
     """None: the next one after each port."""
     tls: bool = False
+    weight: float = 1.0
+    """Of every replica."""
 
     def endpoint(self, host: str, port: int) -> Endpoint:
         """One replica, named by its address, which every router sees alike."""
@@ -55,6 +63,7 @@ class DnsPlace:
             engine=self.engine,
             control_port=control,
             tls=self.tls,
+            weight=self.weight,
         )
 
 
@@ -69,7 +78,8 @@ class DnsDiscovery(Discovery):
     A name that cannot be resolved, or is not there, takes nothing away: a failing DNS must not
     empty a fleet, and replicas that have really gone are seen to be by those who follow them.
     IPv6 addresses count where there is no IPv4 one, so that no replica is there twice. Priorities
-    and weights of SRV records are not used: load is spread by what replicas report.
+    and weights of SRV records are not used: load is spread by what replicas report, and a cluster's
+    DNS writes weights that fall with the number of pods.
     """
 
     def __init__(self, place: DnsPlace, resolver: dns.asyncresolver.Resolver | None = None) -> None:
@@ -148,7 +158,8 @@ def _ttl_s(answer: dns.resolver.Answer) -> float:
 def parse_dns(text: str) -> DnsPlace:
     """Read ``dns://name:port`` or ``dns+srv://_http._tcp.name``, with options.
 
-    ``,engine=vllm``, ``,control=PORT`` and ``,tls=on``. Raises ValueError with what is wrong.
+    ``,engine=vllm``, ``,control=PORT``, ``,tls=on`` and ``,weight=N``. Raises ValueError with what
+    is wrong.
     """
     url, options = split_options(text, OPTIONS)
     parts = urlsplit(url)
@@ -171,4 +182,5 @@ def parse_dns(text: str) -> DnsPlace:
         engine=engine,
         control_port=None if control is None else read_port(text, control),
         tls=options.get("tls") == "on",
+        weight=read_weight(text, options.get("weight", "1")),
     )

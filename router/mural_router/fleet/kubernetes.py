@@ -14,11 +14,11 @@ from mural_resolvers.kubernetes.paths import ENDPOINT_SLICES
 from mural_resolvers.kubernetes.watch import Watch
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint, Engine
-from mural_router.fleet.options import read_engine, split_options
+from mural_router.fleet.options import read_engine, read_weight, split_options
 
 __all__ = ["KubernetesDiscovery", "KubernetesPlace", "parse_kubernetes"]
 
-OPTIONS = ("engine", "port", "control", "tls")
+OPTIONS = ("engine", "port", "control", "tls", "weight")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _PORT = re.compile(r"[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?")
 
@@ -34,13 +34,16 @@ class KubernetesPlace:
     port: str = "http"
     control_port: str = "control"
     tls: bool = False
+    weight: float = 1.0
+    """Of every pod."""
 
 
 def parse_kubernetes(text: str) -> KubernetesPlace:
     """Read ``kubernetes://service[.namespace]`` with options.
 
     ``,engine=vllm``, ``,port=NAME``, ``,control=NAME`` (names or numbers of the service's ports;
-    default ``http`` and ``control``) and ``,tls=on``. Raises ValueError with what is wrong.
+    default ``http`` and ``control``), ``,tls=on`` and ``,weight=N``. Raises ValueError with what is
+    wrong.
     """
     url, options = split_options(text, OPTIONS)
     scheme, _, address = url.partition("://")
@@ -66,6 +69,7 @@ def parse_kubernetes(text: str) -> KubernetesPlace:
         port=options.get("port", "http"),
         control_port=options.get("control", "control"),
         tls=options.get("tls") == "on",
+        weight=read_weight(text, options.get("weight", "1")),
     )
 
 
@@ -174,6 +178,7 @@ def endpoints_of(slices: Iterable[_Slice], place: KubernetesPlace) -> tuple[Endp
                     engine=place.engine,
                     control_port=control,
                     tls=place.tls,
+                    weight=place.weight,
                     ready=pod.accepts,
                 )
     return tuple(found[name] for name in sorted(found))

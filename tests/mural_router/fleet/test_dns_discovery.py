@@ -90,6 +90,16 @@ async def test_ipv6_counts_where_there_is_no_ipv4(zone, watch):
     assert await watch("dns://mural.test:8000")() == ["[2001:db8::1]:8000"]
 
 
+async def test_all_replicas_of_a_name_have_its_weight(zone):
+    zone.records["mural.test", "A"] = (0, "10.0.0.1", "10.0.0.2")
+    zone.records["_http._tcp.mural.test", "SRV"] = (0, "0 7 8000 a.mural.test.")
+    for text in ("dns://mural.test:8000,weight=2", "dns+srv://_http._tcp.mural.test,weight=2"):
+        watch = DnsDiscovery(parse_dns(text), zone.resolver).watch()
+        found = await asyncio.wait_for(anext(watch), 20)
+        assert {endpoint.weight for endpoint in found} == {2.0}
+        await watch.aclose()
+
+
 async def test_srv_records_tell_ports_too(zone, watch):
     zone.records["_http._tcp.mural.test", "SRV"] = (
         *(0, "0 100 8000 a.mural.test."),
@@ -150,6 +160,7 @@ async def test_equal_answers_in_another_order_are_no_news(zone, watch):
             DnsPlace("_http._tcp.mural.prod", None, "vllm", tls=True),
         ),
         ("dns://mural:8000,control=9", DnsPlace("mural", 8000, control_port=9)),
+        ("dns://mural:8000,weight=2.5", DnsPlace("mural", 8000, weight=2.5)),
     ],
 )
 def test_a_name_is_written_as_a_url(text, place):
@@ -167,7 +178,9 @@ def test_a_name_is_written_as_a_url(text, place):
         "dns://mural:8000,engine=x",
         "dns://mural:8000,engine=vllm,control=1",
         "dns://mural:8000,tls=maybe",
-        "dns://mural:8000,weight=2",
+        "dns://mural:8000,weight=0",
+        "dns+srv://mural,weight=much",
+        "dns://mural:8000,name=x",
         "http://mural:8000",
     ],
 )

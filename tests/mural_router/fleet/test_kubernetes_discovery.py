@@ -69,6 +69,16 @@ async def test_pods_are_replicas_with_both_ports(api, told):
     assert asked.headers["authorization"] == "Bearer the-pods-own-token"
 
 
+async def test_all_pods_of_a_service_have_its_weight(api):
+    api.objects["s"] = slice_of("s", pod("a"), pod("b", "10.0.0.2"))
+    async with KubeClient(api.config(token="the-pods-own-token")) as client:
+        place = parse_kubernetes("kubernetes://mural,weight=2")
+        watch = KubernetesDiscovery(place, lambda: client).watch()
+        found = await asyncio.wait_for(anext(watch), 20)
+        assert [(each.name, each.weight) for each in found] == [("a", 2.0), ("b", 2.0)]
+        await watch.aclose()
+
+
 async def test_changes_come_without_asking_again(api, told):
     assert await told() == ()
     await api.watched()
@@ -192,6 +202,7 @@ async def test_slices_are_read_as_the_api_means_them(api, told, slices, expected
             "kubernetes://mural,port=api,control=8001",
             KubernetesPlace("mural", port="api", control_port="8001"),
         ),
+        ("kubernetes://mural,weight=0.5", KubernetesPlace("mural", weight=0.5)),
     ],
 )
 def test_a_service_is_written_as_a_url(text, place):
@@ -207,6 +218,7 @@ def test_a_service_is_written_as_a_url(text, place):
         "kubernetes://mural.prod.svc",
         "kubernetes://mural/prod",
         "kubernetes://mural,port=a_b",
+        "kubernetes://mural,weight=-1",
         "kubernetes://mural,engine=vllm,control=x",
         "kubernetes://mural,engine=x",
         "kubernetes://mural,tls=1",
