@@ -603,22 +603,23 @@ bool is_passed_on(Slice name) {
   }
 }
 
-PyObject* scan_answer(PyObject*, PyObject* argument) {
-  char* data;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
-  const char* at = data;
-  const char* end = data + size;
-  if (!STARTS(at, end, "HTTP/1.1 200")) Py_RETURN_NONE;
+struct AnswerHead {
+  static constexpr Py_ssize_t kMaxPassed = 2048;
+  char passed[kMaxPassed];  // the fields that are, each after a CRLF
+  Py_ssize_t used = 0;
+  Py_ssize_t length = -1;
+  bool digest = false;
+};
+
+// The head of an answer; `at` is moved behind it.
+bool read_answer_head(const char*& at, const char* end, AnswerHead& head) {
+  const char* begin = at;
+  if (!STARTS(at, end, "HTTP/1.1 200")) return false;
   if (at < end && *at == ' ') {
     while (at < end && is_field_byte(static_cast<unsigned char>(*at))) ++at;
   }
-  if (end - at < 2 || at[0] != '\r' || at[1] != '\n') Py_RETURN_NONE;
+  if (end - at < 2 || at[0] != '\r' || at[1] != '\n') return false;
   at += 2;
-  constexpr Py_ssize_t kMaxPassed = 2048;
-  char passed[kMaxPassed];
-  Py_ssize_t used = 0, length = -1;
-  bool digest = false;
   for (;;) {
     if (end - at >= 2 && at[0] == '\r' && at[1] == '\n') {
       at += 2;
@@ -626,30 +627,52 @@ PyObject* scan_answer(PyObject*, PyObject* argument) {
     }
     Slice name, value;
     const char* line = at;
-    if (!read_field(at, end, name, value)) Py_RETURN_NONE;
+    if (!read_field(at, end, name, value)) return false;
     if (NAMED(name, "content-length")) {
-      if (length >= 0 || !read_length(value, length)) Py_RETURN_NONE;
+      if (head.length >= 0 || !read_length(value, head.length)) return false;
     } else if (NAMED(name, "transfer-encoding")) {
-      Py_RETURN_NONE;
+      return false;
     } else if (NAMED(name, "connection")) {
-      if (!NAMED(value, "keep-alive")) Py_RETURN_NONE;
+      if (!NAMED(value, "keep-alive")) return false;
     } else if (NAMED(name, "x-mural-digest")) {
-      digest = true;
+      head.digest = true;
     }
     if (!is_passed_on(name)) continue;
     // As it came, with the line's end before it.
     const Py_ssize_t bytes = at - 2 - line;
-    if (used + bytes + 2 > kMaxPassed) Py_RETURN_NONE;
-    std::memcpy(passed + used, "\r\n", 2);
-    std::memcpy(passed + used + 2, line, static_cast<size_t>(bytes));
-    used += bytes + 2;
+    if (head.used + bytes + 2 > AnswerHead::kMaxPassed) return false;
+    std::memcpy(head.passed + head.used, "\r\n", 2);
+    std::memcpy(head.passed + head.used + 2, line, static_cast<size_t>(bytes));
+    head.used += bytes + 2;
   }
-  if (length < 1 || length != end - at || at - data > kMaxAnswerHead) Py_RETURN_NONE;
+  return head.length >= 1 && at - begin <= kMaxAnswerHead;
+}
+
+PyObject* scan_answer(PyObject*, PyObject* argument) {
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
+  const char* at = data;
+  const char* end = data + size;
+  AnswerHead head;
+  if (!read_answer_head(at, end, head) || head.length != end - at) Py_RETURN_NONE;
   // No "y#": headers of 3.13 compile it to what older versions refuse.
-  PyObject* fields = PyBytes_FromStringAndSize(passed, used);
+  PyObject* fields = PyBytes_FromStringAndSize(head.passed, head.used);
   if (fields == nullptr) return nullptr;
   return Py_BuildValue("(NnO)", fields, static_cast<Py_ssize_t>(at - data),
-                       digest ? Py_True : Py_False);
+                       head.digest ? Py_True : Py_False);
+}
+
+// Whether this is all of such a head, and nothing of its body.
+PyObject* scan_answer_head(PyObject*, PyObject* argument) {
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
+  const char* at = data;
+  const char* end = data + size;
+  AnswerHead head;
+  if (read_answer_head(at, end, head) && at == end) Py_RETURN_TRUE;
+  Py_RETURN_FALSE;
 }
 
 // Whole chunks of a stream, each of whole events, none of which may tell the usage.
@@ -682,6 +705,7 @@ PyMethodDef methods[] = {
     {"scan_request", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scan_request)),
      METH_FASTCALL, nullptr},
     {"scan_answer", scan_answer, METH_O, nullptr},
+    {"scan_answer_head", scan_answer_head, METH_O, nullptr},
     {"scan_events", scan_events, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };

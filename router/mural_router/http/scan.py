@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["PlainAnswer", "PlainRequest", "plain_answer", "plain_events", "plain_request"]
+__all__ = [
+    "PlainAnswer",
+    "PlainRequest",
+    "plain_answer",
+    "plain_answer_head",
+    "plain_events",
+    "plain_request",
+]
 
 PlainRequest = tuple[bytes, int, int, bool, int, int, int, bool, str | None, bytes]
 """One whole request to generate one sequence, with none of the rarer fields and members.
@@ -32,13 +39,17 @@ plain_request: Callable[[bytes, int, int], PlainRequest | None] | None
 it is not built."""
 plain_answer: Callable[[bytes], PlainAnswer | None] | None
 """None for anything but one such answer; itself None where it is not built."""
+plain_answer_head: Callable[[bytes], bool] | None
+"""Whether it is the head of such an answer and nothing of its body: most servers write the one
+after the other. Itself None where it is not built."""
 plain_events: Callable[[bytes], bool] | None
 """Whether a piece of a stream is whole chunks, each of whole events, none of which tells the usage:
 `mural_router.proxy.events` gives it back as it is. Itself None where it is not built."""
 
 try:
     from mural_router.http._scan import scan_answer as plain_answer
+    from mural_router.http._scan import scan_answer_head as plain_answer_head
     from mural_router.http._scan import scan_events as plain_events
     from mural_router.http._scan import scan_request as plain_request
 except ImportError:
-    plain_request = plain_answer = plain_events = None
+    plain_request = plain_answer = plain_answer_head = plain_events = None

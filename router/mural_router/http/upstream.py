@@ -98,7 +98,8 @@ class ReplicaConnection(Watched):
     ) -> None:
         """Begin a request; with ``complete`` its body is in ``pieces`` too.
 
-        ``first`` is shown what comes first: True if that was the whole answer, and all is done.
+        ``first`` is shown what comes first: True if that was the whole answer, and all is done, or
+        if it holds that and waits for more.
         """
         self._caller = caller
         self._first = first
@@ -139,11 +140,23 @@ class ReplicaConnection(Watched):
             self.deadline = self._watch.now + self._idle_timeout_s
             self.transport.resume_reading()
 
-    def hand_over(self, caller: Caller) -> None:
-        """Tell another caller from now on."""
+    def wait_for_more(self, first: Callable[[bytes], bool]) -> None:
+        """Show ``first`` what comes next, too: it holds a head, whose body is yet to come."""
+        self._first = first
+        self.deadline = self._watch.now + self._idle_timeout_s
+
+    def hand_over(self, caller: Caller, held: bytes) -> None:
+        """Tell another caller from now on, and before that of a head that was held."""
         self._first = None
-        if self._caller is not None:
+        lost = self._caller is None
+        if not lost:
             self._caller = caller
+        if held:
+            head = parse_response_head(held)
+            if lost:
+                caller.answer_begins(head)
+            else:
+                self._begin(head)
 
     def answered_whole(self) -> None:
         """The caller has read the whole answer, which leaves the connection as it was."""

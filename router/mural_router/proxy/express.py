@@ -17,7 +17,12 @@ from mural_resolvers.errors import MuralError
 from mural_resolvers.redaction import holds_secret
 from mural_router.http.exchange import WholeExchange, status_line
 from mural_router.http.head import ResponseHead, parse_request_head
-from mural_router.http.scan import PlainRequest, plain_answer, plain_request
+from mural_router.http.scan import (
+    PlainRequest,
+    plain_answer,
+    plain_answer_head,
+    plain_request,
+)
 from mural_router.http.settings import HttpSettings
 from mural_router.http.upstream import Caller, ReplicaConnection, ReplicaPool
 from mural_router.proxy.relay import InferenceRelay, Sent, ask_of, refusal_of
@@ -140,7 +145,15 @@ class _Refused(_Express):
 class _Carried(_Express, Caller):
     """A request that was admitted: it is its own relay for as long as all is plain."""
 
-    __slots__ = ("_after_model", "_model_at", "_passed_on", "_replica", "_request", "_value")
+    __slots__ = (
+        "_after_model",
+        "_held",
+        "_model_at",
+        "_passed_on",
+        "_replica",
+        "_request",
+        "_value",
+    )
 
     def __init__(
         self,
@@ -158,6 +171,8 @@ class _Carried(_Express, Caller):
         flow = request.flow
         self._value = flow.value_of_stream if stream and not asks_usage else flow.value
         self._request = request
+        self._held = b""
+        """The answer's head, until something of its body comes."""
         self._replica: ReplicaConnection | None = replica
         self.reader = self
 
@@ -178,18 +193,24 @@ class _Carried(_Express, Caller):
         replica.send(self, (head, before, value, after), first=self._is_answer)
 
     def _is_answer(self, data: bytes) -> bool:
-        """Pass the answer on, if this is all of one."""
-        request, connection = self._request, self._connection
+        """Pass the answer on, if this is all of one; hold it, if it is all of a head."""
+        request, connection, held = self._request, self._connection, self._held
         answer = None
         if connection is not None and connection.keep:
             assert plain_answer is not None
-            answer = plain_answer(data)
+            assert plain_answer_head is not None
+            answer = plain_answer(held + data if held else data)
+            if answer is None and not held and plain_answer_head(data):
+                assert self._replica is not None
+                self._held = data
+                self._replica.wait_for_more(self._is_answer)
+                return True
         if answer is None or (answer[2] and request.flow.digest is None):
             self._unfold()
             return False
         assert connection is not None
         fields, body_at, _ = answer
-        body = data[body_at:]
+        body = data if held else data[body_at:]
         sent = b"%b%b\r\nx-request-id: %b%b%b" % (
             _STATUS,
             fields,
@@ -219,13 +240,14 @@ class _Carried(_Express, Caller):
         return True
 
     def _unfold(self) -> InferenceRelay:
-        """Go on as a request of any kind, from where it is: sent, with no answer yet."""
+        """Go on as a request of any kind, from where it is: sent, with no answer or its head."""
         request, lane, replica = self._request, self._lane, self._replica
         assert replica is not None
         ask = self._read(request.request_id)
         routed = lane.unfolding.unfold(request, ask)
         relay = InferenceRelay(lane.pool, lane.routing, self, Sent(ask, routed, replica))
-        replica.hand_over(relay)
+        held, self._held = self._held, b""
+        replica.hand_over(relay, held)
         return relay
 
     # -- the replica's side -----------------------------------------------------------------------

@@ -100,9 +100,9 @@ class Relay(Caller, Reader):
         self._refreshed = False
         """A kept connection that turned out to be closed was replaced once."""
         self._head: ResponseHead | None = None
-        self._head_bytes = b""
-        """Of the answer, until its first byte comes: only then is there no other attempt."""
         self._began = False
+        """Something of the answer's body has come, and its head was sent with it: only then is
+        there no other attempt."""
         self._first_byte_s: float | None = None
         self._events: EventRelay | None = None
         self._reader: UsageReader | None = None
@@ -181,7 +181,6 @@ class Relay(Caller, Reader):
     def _try_again(self, routed: Routed) -> None:
         self._connection = None
         self._head = None
-        self._head_bytes = b""
         self._events = self._reader = None
         self._task = self._loop.create_task(self._again(routed))
 
@@ -214,7 +213,6 @@ class Relay(Caller, Reader):
                 connection.pass_on(self._passes)
         else:
             self._reader = UsageReader()
-        self._head_bytes = self._answer_head(head, routed)
 
     def _passes(self, data: bytes) -> bool:
         """Pass a piece of events on as it came, as `EventRelay.feed` would: so it is with most."""
@@ -235,13 +233,13 @@ class Relay(Caller, Reader):
             self._exchange.write(raw)
         elif raw:
             self._began = True
-            self._exchange.write(self._head_bytes + raw)
+            self._exchange.write(self._answer_head() + raw)
 
     def answer_ends(self) -> None:
         self._connection = None
         last = self._events.end() if self._events is not None else b""
         if not self._began:
-            last = self._head_bytes + last
+            last = self._answer_head() + last
         if last:
             self._exchange.write(last)
         self._exchange.finish()
@@ -361,7 +359,10 @@ class Relay(Caller, Reader):
             return self._events.usage
         return self._reader.usage if self._reader is not None else None
 
-    def _answer_head(self, head: ResponseHead, routed: Routed) -> bytes:
+    def _answer_head(self) -> bytes:
+        head, routed = self._head, self._routed
+        assert head is not None
+        assert routed is not None
         fields = _with_digest(routed.answer_headers, head)
         added = "".join([f"{name}: {value}\r\n" for name, value in fields])
         if head.length is None:

@@ -57,7 +57,7 @@ def main(library: Path, kind: str, messages: int) -> int:
     native = load("_scan", library)
     sys.modules["mural_router.http._scan"] = native
     if kind == "address":
-        for name in ("scan_request", "scan_answer", "scan_events"):
+        for name in ("scan_request", "scan_answer", "scan_answer_head", "scan_events"):
             setattr(native, name, to_the_byte(getattr(native, name)))
     # The tables, with all that was ever found wrong, but no other programs and large libraries.
     failed = pytest.main(

@@ -61,6 +61,11 @@ def plain_answer(data: bytes) -> scan.PlainAnswer | None:
     return scan.plain_answer(data)
 
 
+def plain_answer_head(data: bytes) -> bool:
+    assert scan.plain_answer_head is not None, "not built: make native"
+    return scan.plain_answer_head(data)
+
+
 def test_it_was_built_where_it_had_to_be_and_from_the_sources_that_stand_here() -> None:
     assert scan.plain_request is not None, "not built: make native"
     from mural_router.http._scan import SOURCE_DIGEST
@@ -123,10 +128,14 @@ def is_accepted_alike(data: bytes, max_head: int = MAX_HEAD, max_fields: int = M
 
 def is_answered_alike(data: bytes) -> bool:
     """As `is_accepted_alike`, for an answer."""
+    end = data.find(END) + len(END)
+    if end >= len(END) and plain_answer_head(data[:end]):
+        is_held_alike(data[:end])
     plain = plain_answer(data)
     if plain is None:
         return False
     fields, body_at, has_digest = plain
+    assert plain_answer_head(data[:body_at])
     assert data.find(END, 0, upstream._MAX_HEAD_BYTES) + len(END) == body_at
     head = parse_response_head(data[:body_at])
     assert (head.status, head.keep, head.length) == (200, True, len(data) - body_at)
@@ -134,6 +143,16 @@ def is_answered_alike(data: bytes) -> bool:
     assert fields == _NOT_PASSED_ON.sub(b"", head.lines)
     assert has_digest is (b"x-mural-digest" in head.named)
     return True
+
+
+def is_held_alike(data: bytes) -> None:
+    """A head is held for its body where the readers in Python take it, and both are plain."""
+    head = parse_response_head(data)
+    assert (head.status, head.keep) == (200, True)
+    assert head.length
+    assert not plain_answer_head(data + b"x")
+    if head.length < 1 << 16:
+        assert plain_answer(data + b"x" * head.length) is not None
 
 
 # -- plausible messages ---------------------------------------------------------------------------
@@ -743,6 +762,9 @@ def test_what_is_passed_on_of_an_answer(fields: bytes, passed: bytes) -> None:
 )
 def test_answers_that_are_not_plain_are_left_to_the_readers_in_python(data: bytes) -> None:
     assert plain_answer(data) is None
+    # Nor is it held, but for a plain head whose body is not of its length.
+    held = plain_answer_head(data.partition(END)[0] + END)
+    assert held is (data in (answer()[:-2], answer()[:-1], answer() + b"x"))
 
 
 @pytest.mark.parametrize("arguments", [(), (b"",), ("", 1, 1), (b"", "1", 1), (b"", 1, 1 << 70)])

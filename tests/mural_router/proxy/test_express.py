@@ -93,10 +93,99 @@ async def a_chat_and_a_completion(here: Here) -> None:
     await here.ask(prompt="hé", temperature=0.5, stop=["a", "b"])
 
 
-@scenario("unfolded")
+@scenario("whole", "whole")
 async def a_head_and_a_body_apart(here: Here) -> None:
-    here.plays(says(HEAD % len(ANSWER), ANSWER))
+    """As nearly all servers write them, vLLM's and Mural's among them."""
+    for _ in range(2):
+        here.plays(says(HEAD % len(ANSWER), ANSWER))
+        await here.ask()
+
+
+@scenario("unfolded", "whole")
+async def a_head_and_a_body_in_pieces(here: Here) -> None:
+    here.plays(says(HEAD % len(ANSWER), ANSWER[:9], ANSWER[9:]))
     await here.ask()
+    await here.ask()
+
+
+@scenario("unfolded")
+async def a_head_and_a_break(here: Here) -> None:
+    async def half(turn: Turn) -> None:
+        await turn.send(HEAD % len(ANSWER))
+        turn.writer.close()
+
+    here.plays(half)
+    assert (await here.ask()).startswith(b"HTTP/1.1 200")
+
+
+@scenario("unfolded")
+async def a_head_and_more_than_its_body(here: Here) -> None:
+    here.plays(says(HEAD % len(ANSWER), ANSWER + b"evil"))
+    assert (await here.ask()).startswith(b"HTTP/1.1 502")
+
+
+@scenario("unfolded", http=HttpSettings(port=0, idle_timeout_s=0.05))
+async def a_head_and_silence(here: Here) -> None:
+    async def stops(turn: Turn) -> None:
+        await turn.send(HEAD % len(ANSWER))
+        await turn.until_closed()
+
+    here.plays(stops)
+    assert (await here.ask()).startswith(b"HTTP/1.1 503")
+
+
+@scenario("unfolded")
+async def a_head_and_a_client_that_leaves(here: Here) -> None:
+    ended = asyncio.Event()
+    client = await here.client()
+
+    async def leaves(turn: Turn) -> None:
+        await turn.send(HEAD % len(ANSWER))
+        client.leave()
+        await turn.until_closed()
+        ended.set()
+
+    here.plays(leaves)
+    client.send(request())
+    await asyncio.wait_for(ended.wait(), BOUND_S)
+
+
+@scenario("unfolded")
+async def a_head_and_a_drain(here: Here) -> None:
+    began, go = asyncio.Event(), asyncio.Event()
+
+    async def waits(turn: Turn) -> None:
+        await turn.send(HEAD % len(ANSWER))
+        began.set()
+        await go.wait()
+        await turn.send(ANSWER)
+
+    here.plays(waits)
+    client = await here.client()
+    client.send(request())
+    await asyncio.wait_for(began.wait(), BOUND_S)
+    draining = asyncio.create_task(here.proxy.drain(BOUND_S))
+    await here.until(lambda: here.server.draining)
+    go.set()
+    assert await draining == 0
+    assert b"\r\nconnection: close\r\n" in await client.rest()
+
+
+@scenario("unfolded")
+async def a_head_and_a_drain_that_ends_it(here: Here) -> None:
+    began = asyncio.Event()
+
+    async def stops(turn: Turn) -> None:
+        await turn.send(HEAD % len(ANSWER))
+        began.set()
+        await turn.until_closed()
+
+    here.plays(stops)
+    client = await here.client()
+    client.send(request())
+    await asyncio.wait_for(began.wait(), BOUND_S)
+    assert await here.proxy.drain(0.0) == 1
+    assert b"shutting down" in await client.rest()
 
 
 @scenario("unfolded")
@@ -1038,7 +1127,7 @@ async def nobody_is_overtaken(here: Here) -> None:
 
 @scenario("whole", "unfolded")
 async def an_attempt_is_counted_while_it_is_on_its_way(here: Here) -> None:
-    for answer in ([whole()], [HEAD % len(ANSWER), ANSWER]):
+    for answer in ([whole()], [HEAD % len(ANSWER), ANSWER[:9], ANSWER[9:]]):
         go, before = asyncio.Event(), len(here.replicas["a"].got)
         here.plays(answers_after(go, *answer))
         client = await here.client()
@@ -1084,7 +1173,8 @@ async def test_nothing_of_a_request_stays_until_the_collector_comes(here: Here) 
     gc.disable()
     try:
         client = await here.client()
-        for script in (says(whole()), says(HEAD % len(ANSWER), ANSWER), lose):
+        in_pieces = says(HEAD % len(ANSWER), ANSWER[:9], ANSWER[9:])
+        for script in (says(whole()), in_pieces, lose):
             here.plays(script)
             client.send(request())
             await client.answer()

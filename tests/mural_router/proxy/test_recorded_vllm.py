@@ -110,11 +110,13 @@ def check_head(played: Played, recorded: bytes) -> None:
     assert fields == {b"x-mural-replica": played.home.encode(), b"x-mural-adapter": b"acme:v1"}
 
 
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "head first"])
 @by_either_way
 async def test_a_completion_is_as_it_was_and_its_usage_is_settled(
-    authorities: str, express: bool
+    authorities: str, express: bool, at_once: bool
 ) -> None:
-    here = await played(authorities, express, COMPLETION)
+    head, end, body = COMPLETION.partition(b"\r\n\r\n")
+    here = await played(authorities, express, *([COMPLETION] if at_once else [head + end, body]))
     assert here.ways == ["whole"] * express
     check_head(here, COMPLETION)
     assert body_of(here.answer) == body_of(COMPLETION)
