@@ -95,6 +95,12 @@ class MinuteWindow:
                 return second + WINDOW_S + 1 - now
         return 0.0
 
+    def shift(self, seconds: int) -> None:
+        """Move all that is counted to so many seconds later: the clock was wrong by that."""
+        self._cells = {second + seconds: counted for second, counted in self._cells.items()}
+        self._newest += seconds
+        self._leaves_at += seconds
+
     def _forget(self, now: float) -> None:
         while self._cells:
             oldest = next(iter(self._cells))

@@ -181,6 +181,15 @@ class LeasedAccount:
         wait_s = RETRY_S if known is None else known.refusal.wait_s
         return Refusal(kind, most or 0, wait_s)
 
+    def shift(self, seconds: int) -> None:
+        """Move what is counted to so many seconds later: the shared time was not known rightly.
+
+        The lease stays where the store says that it counted it.
+        """
+        self.own.requests.shift(seconds)
+        self.own.tokens.shift(seconds)
+        self._changes = {second + seconds: change for second, change in self._changes.items()}
+
     # -- the store -----------------------------------------------------------------------------
 
     def has_to_tell(self) -> bool:

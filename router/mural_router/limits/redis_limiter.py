@@ -45,6 +45,8 @@ BEAT_S: Final = 2.0
 """So often the store hears of a router at least."""
 GRACE_S: Final = 2.0
 """After the store lost what it knew, the time in which all routers tell it again."""
+CLOCK_ERROR_S: Final = 1
+"""A second under which something is counted may be wrong by so much; over it, it is moved."""
 FIRST_BACKOFF_S: Final = 0.1
 MAX_BACKOFF_S: Final = 1.0
 CANCEL_AGAIN_S: Final = 0.05
@@ -114,14 +116,16 @@ class _RedisHold(Hold):
         second: int,
     ) -> None:
         self._limiter, self._account = limiter, account
-        self._sequences, self._estimated, self._second = sequences, estimated, second
+        self._sequences, self._estimated = sequences, estimated
+        self._second = second - limiter.shifted_s
         self._settled = False
 
     def settle(self, tokens: int) -> None:
         if not self._settled:
             self._settled = True
-            now = self._limiter.shared_now()
-            self._account.settle(self._estimated, tokens, self._second, now)
+            limiter = self._limiter
+            second = self._second + limiter.shifted_s
+            self._account.settle(self._estimated, tokens, second, limiter.shared_now())
 
     def close(self) -> None:
         if self._sequences:
@@ -156,7 +160,9 @@ class RedisLimiter(Limiter):
         self._clock = clock
         self._id = uuid.uuid4().hex[:16]
         self._offset = time.time() - clock()
-        """From the clock to the store's time."""
+        """From the clock to the store's time; until that is known, to this machine's."""
+        self.shifted_s = 0
+        """What was counted before may have been moved so far since; for holds."""
         self._entries: dict[str, _Entry] = {}
         self._due: deque[_Entry] = deque()
         self._reviews: deque[tuple[float, _Entry]] = deque()
@@ -435,7 +441,7 @@ class RedisLimiter(Limiter):
             raw = await self._evaluate(self._client, keys, body)
         reply = msgspec.msgpack.decode(raw, type=_Reply)
         now = self._clock()
-        self._offset = reply.now - (sent + now) / 2
+        self._learn_offset(reply.now - (sent + now) / 2)
         self._beat, self._beat_at = beat, now
         if reply.kept:
             self._routers = reply.routers
@@ -447,6 +453,16 @@ class RedisLimiter(Limiter):
         for entry, answer in zip(entries, reply.answers, strict=True):
             self._accept(entry, answer, now)
         return bool(reply.kept)
+
+    def _learn_offset(self, offset: float) -> None:
+        """Go by the store's time, with what was counted by a wrong one: of a router that began
+        without the store, or whose store came back on another machine."""
+        moved_s = round(offset - self._offset)
+        self._offset = offset
+        if abs(moved_s) > CLOCK_ERROR_S:
+            self.shifted_s += moved_s
+            for entry in self._entries.values():
+                entry.account.shift(moved_s)
 
     async def _evaluate(self, client: Redis, keys: list[str], body: bytes) -> bytes:
         try:

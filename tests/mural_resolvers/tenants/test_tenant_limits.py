@@ -138,3 +138,25 @@ def test_a_window_holds_a_minute_to_a_second(steps: list[tuple[float, int]], lim
                 later.add(earlier, at)
             assert later.total(now + wait_s) < limit
             assert wait_s <= 61
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 80), st.integers(1, 9)), max_size=20),
+    st.integers(-400, 400),
+    st.integers(0, 150),
+)
+def test_a_window_that_is_moved_is_the_same_at_another_time(
+    amounts: list[tuple[int, int]], seconds: int, later_s: int
+) -> None:
+    moved, stays = MinuteWindow(), MinuteWindow()
+    for at, amount in sorted(amounts):
+        assert moved.add(amount, 1000 + at) == stays.add(amount, 1000 + at)
+
+    moved.shift(seconds)
+
+    now = 1080.0 + later_s
+    assert moved.total(now + seconds) == stays.total(now)
+    assert moved.wait_s(5, now + seconds) == stays.wait_s(5, now)
+    assert moved.add(7, now + seconds) == stays.add(7, now) + seconds
+    assert moved.take_back(3, int(now) + seconds, now + seconds)
+    assert moved.total(now + seconds + 30) == stays.total(now + 30) - 3

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -257,6 +259,87 @@ async def test_whoever_goes_away_while_a_lease_is_asked_for_holds_nothing(
 
     usage = one.snapshot().tenants[0]
     assert (usage.sequences, usage.tokens) == (0, 0)
+
+
+# -- clocks that do not agree ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_skewed(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """``await make_skewed(seconds)``: a limiter on a machine whose clock is wrong by so much."""
+
+    async def make_skewed(skew_s: float, **settings: object) -> RedisLimiter:
+        with monkeypatch.context() as machine:
+            wrong = SimpleNamespace(time=lambda: time.time() + skew_s, monotonic=time.monotonic)
+            machine.setattr(redis_limiter, "time", wrong)
+            return await make(**settings)
+
+    return make_skewed
+
+
+@pytest.mark.parametrize("skew_s", [300, -300])
+async def test_routers_whose_clocks_differ_by_minutes_share_one_count(
+    store: Any, make_skewed: Make, until: Until, skew_s: float
+) -> None:
+    one, two = await make_skewed(skew_s), await make_skewed(-skew_s)
+    principal = acme(requests_per_minute=100, tokens_per_minute=10_000)
+    admitted = [
+        hold
+        for _ in range(15)
+        for limiter in (one, two)
+        for hold in await enter(limiter, principal, 10, tokens=100)
+    ]
+    assert 90 <= len(admitted) <= 100
+
+    for hold in admitted:
+        hold.settle(40)
+
+    await until(lambda: counted(store) == (len(admitted), 40 * len(admitted)))
+    assert used(one, two) == counted(store)
+    async with asyncio.timeout(30):
+        while len(admitted) < 100:
+            admitted += await enter(one, principal, 1) + await enter(two, principal, 1)
+            await asyncio.sleep(0.01)
+    for limiter in (one, two):
+        # A minute after the first of them, by whichever clock.
+        assert 30 < await refused(limiter, principal) <= 61
+
+
+@pytest.mark.parametrize("skew_s", [300, -300])
+async def test_what_was_used_by_a_wrong_clock_counts_at_its_true_time(
+    server: Any,
+    make_skewed: Make,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    skew_s: float,
+) -> None:
+    """A router that began without the store knows its own machine's time alone until then."""
+    one, two = await make_skewed(skew_s, routers=2), await make_skewed(-skew_s, routers=2)
+    principal = acme(requests_per_minute=100, tokens_per_minute=10_000)
+    holds = [
+        hold for limiter in (one, two) for hold in await enter(limiter, principal, 100, tokens=100)
+    ]
+    assert len(holds) == 100
+
+    server.start()
+    await until(lambda: is_shared(one) and is_shared(two))
+    await until(lambda: counted(server) == (100, 10_000))
+    for hold in holds:
+        # Its estimate is put right where it stands now.
+        hold.settle(40)
+    await until(lambda: counted(server) == (100, 4_000))
+    assert used(one, two) == (100, 4_000)
+    for limiter in (one, two):
+        assert 30 < await refused(limiter, principal) <= 61
+
+    # So do the router's own books, by which it goes on when the store is away again.
+    server.kill()
+    await until(lambda: not is_shared(one) and not is_shared(two))
+    for limiter in (one, two):
+        assert 30 < await refused(limiter, principal) <= 61
+    now = one.shared_now()
+    monkeypatch.setattr(one, "shared_now", lambda: now + 62)
+    assert len(await enter(one, principal, 100)) == 50
 
 
 # -- without the store -----------------------------------------------------------------------------
