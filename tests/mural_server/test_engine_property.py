@@ -628,7 +628,7 @@ def play_many(truth: Truth, root: Path, examples: int, acts: int) -> None:
 
 
 def test_random_use_gives_the_oracles_answers(truth, tmp_path) -> None:
-    play_many(truth, tmp_path / "names", examples=40, acts=50)
+    play_many(truth, tmp_path / "names", examples=15, acts=50)
 
 
 @pytest.mark.full

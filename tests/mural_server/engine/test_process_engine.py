@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mural_resolvers.errors import AdapterNotFound, InvalidInput, Unavailable, UnusableAdapter
 from mural_resolvers.request import LoRARequest
+from mural_server.engine.build import build_core
 from mural_server.engine.client import EngineDead
 from mural_server.engine.core import HEARTBEAT_S
 from mural_server.engine.messages import EngineRequest, RequestDelta
@@ -170,7 +171,7 @@ async def test_a_core_that_stands_still_is_ended_and_its_streams_with_it(
     tiny_model: Callable[[str], Path],
 ) -> None:
     engine = await start_engine(
-        settings_of(tiny_model("llama"), enable_lora=False), stall_timeout_s=HEARTBEAT_S + 10.0
+        settings_of(tiny_model("llama"), enable_lora=False), stall_timeout_s=HEARTBEAT_S + 3.0
     )
     try:
         stream = engine.generate(request_of("first", 200))
@@ -206,16 +207,26 @@ async def test_closing_leaves_no_process_and_no_folder(tiny_model: Callable[[str
             {"enable_chunked_prefill": False, "max_num_batched_tokens": 64},
             "raise the first or lower",
         ),
-        ({"model": "/nowhere/at/all"}, "/nowhere/at/all"),
     ],
 )
-async def test_what_cannot_work_is_refused_at_the_start_with_a_sentence(
+def test_what_cannot_work_is_refused_with_a_sentence(
     changes: dict[str, object], sentence: str, tiny_model: Callable[[str], Path]
 ) -> None:
-    options = {"model": tiny_model("llama")} | changes
-    model = options.pop("model")
     with pytest.raises(SettingsError, match=sentence):
-        await start_engine(settings_of(Path(str(model)), **options))
+        build_core(settings_of(tiny_model("llama"), **changes))
+
+
+async def test_the_cores_sentence_at_the_start_comes_over_the_border(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    settings = settings_of(tiny_model("llama"), max_model_len=100_000)
+    with pytest.raises(SettingsError, match="set max_model_len to that or less"):
+        await start_engine(settings)
+
+
+async def test_a_model_that_is_not_there_is_refused_at_the_start() -> None:
+    with pytest.raises(SettingsError, match="/nowhere/at/all"):
+        await start_engine(settings_of(Path("/nowhere/at/all")))
 
 
 async def test_pipes_that_cannot_be_made_are_refused_with_what_to_change(
