@@ -12,7 +12,9 @@ import pytest
 from mural_resolvers.open_store import open_store
 from mural_resolvers.versions import AliasTarget
 
-PATIENCE_S = 300.0
+ROLLED_BACK_WITHIN_S = 30.0
+"""What the store said holds for 5 s and serves for as long again while it is asked anew; the rest
+is for a busy machine."""
 HOSTILE_NAMES = 10_000
 
 
@@ -43,7 +45,7 @@ async def test_a_canary_is_sticky_by_user_grows_and_rolls_back_without_a_restart
         assert set(first.values()) == {"acme:v1", "acme:v2"}
         assert first == {user: await served(client, "acme:stable", user) for user in users}
         await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 1)])
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(ROLLED_BACK_WITHIN_S):
             for user in [user for user in users if first[user] == "acme:v2"]:
                 while await served(client, "acme:stable", user) != "acme:v1":  # noqa: ASYNC110
                     await asyncio.sleep(0.2)

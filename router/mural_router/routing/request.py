@@ -286,7 +286,15 @@ class RoutedRequest:
 class Forwarded:
     """A request about a tenant's own adapters: passed to one Mural server, or the next."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], identity: Identity, story: Story) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        identity: Identity,
+        story: Story,
+        changed: Callable[[], None] | None,
+    ) -> None:
+        """``changed`` is told when a server has done what was asked; None: nothing changes then."""
+        self._changed = changed
         self.body = b""
         self.stream = self.hide_usage = False
         self._left = list(endpoints)
@@ -301,6 +309,9 @@ class Forwarded:
 
     def answered(self, status: int, served: str | None = None) -> None:
         """Uploads say nothing about how a replica generates."""
+        if self._changed is not None and 200 <= status < 300:
+            # Before the client hears of it: its next request is to find what it has changed.
+            self._changed()
         if served is not None:
             self._tell(served)
 

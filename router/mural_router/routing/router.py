@@ -327,7 +327,10 @@ class FleetRouting(Unfolding):
             if not endpoints:
                 raise Unavailable("No Mural server is ready to take this.")
             identity = partial(self._identity, principal, None, acts_for=tenant)
-            return Forwarded(endpoints, identity, story)
+            changed: Callable[[], None] | None = None
+            if tenant is not None and ask.method != "GET":
+                changed = partial(self._versions.changed, tenant)
+            return Forwarded(endpoints, identity, story, changed)
         except MuralError as error:
             self._refused(story, error)
 

@@ -1,7 +1,8 @@
 """From the name that was asked for to the exact version: aliases with weights, and ``latest``.
 
 What a store says is kept for seconds, so that an alias that is pointed elsewhere holds soon and
-without a restart, and so that a store that is down for a while stops nobody. What objects or a
+without a restart, and so that a store that is down for a while stops nobody; what is changed by way
+of this router holds for the next request. What objects or a
 file of the router's own say comes before it, and is asked for each request.
 """
 
@@ -17,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -175,6 +177,8 @@ class Versions:
         self._draw = draw
         self._known: OrderedDict[tuple[str, str], _Answer] = OrderedDict()
         self._flights: dict[tuple[str, str], asyncio.Task[None]] = {}
+        """Look-ups that began after the last change that is known of."""
+        self._all_flights: set[asyncio.Task[None]] = set()
         self._down_until = -math.inf
         self._turns = asyncio.Semaphore(MAX_REFRESHES)
         self.failed = 0
@@ -202,6 +206,17 @@ class Versions:
         self._known.move_to_end((name.tenant, name.adapter))
         return self._pick(name, answer.versions, sticky)
 
+    def changed(self, tenant: str) -> None:
+        """Something of a tenant's has just been changed: ask anew before it is answered by.
+
+        What was known holds on only while the source does not answer.
+        """
+        for key in [key for key in self._known if key[0] == tenant]:
+            self._known[key] = _Answer(self._known[key].versions, -math.inf)
+        # They may have read what was there before.
+        for key in [key for key in self._flights if key[0] == tenant]:
+            del self._flights[key]
+
     def _pick(self, name: AdapterName, known: KnownVersions, sticky: str | None) -> Exact:
         targets = None if self.overlay is None else self.overlay.targets(name)
         if targets is None:
@@ -226,7 +241,7 @@ class Versions:
 
     async def close(self) -> None:
         """End look-ups and close the source."""
-        flights = list(self._flights.values())
+        flights = list(self._all_flights)
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
@@ -264,8 +279,14 @@ class Versions:
     def _refresh(self, key: tuple[str, str]) -> asyncio.Task[None]:
         flight = asyncio.create_task(self._read(key), name="look up versions")
         self._flights[key] = flight
-        flight.add_done_callback(lambda _: self._flights.pop(key, None))
+        self._all_flights.add(flight)
+        flight.add_done_callback(partial(self._landed, key))
         return flight
+
+    def _landed(self, key: tuple[str, str], flight: asyncio.Task[None]) -> None:
+        self._all_flights.discard(flight)
+        if self._flights.get(key) is flight:
+            del self._flights[key]
 
     async def _read(self, key: tuple[str, str]) -> None:
         assert self._source is not None
@@ -281,7 +302,11 @@ class Versions:
             self._fail(key, "an unexpected error")
             return
         self._down_until = -math.inf
-        self._keep(key, _Answer(versions, self._clock()))
+        if self._flights.get(key) is asyncio.current_task():
+            self._keep(key, _Answer(versions, self._clock()))
+        elif key not in self._known:
+            # Better than nothing, for as long as nothing newer comes.
+            self._keep(key, _Answer(versions, -math.inf))
 
     def _fail(self, key: tuple[str, str], reason: str) -> None:
         """Go by what is known, and leave the source alone for a while."""

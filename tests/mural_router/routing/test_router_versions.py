@@ -17,6 +17,7 @@ from mural_resolvers.open_store import open_store
 from mural_resolvers.store import Aliases
 from mural_resolvers.versions import AliasTarget
 from mural_router.routing.versions import (
+    Exact,
     KnownVersions,
     StoreVersions,
     Versions,
@@ -126,6 +127,55 @@ async def test_a_name_in_use_is_looked_up_again_while_the_old_answer_serves() ->
     assert source.reads == 2
     source.hold.set()
     await versions.close()
+
+
+async def test_a_look_up_that_began_before_a_change_is_not_the_last_word() -> None:
+    reads: list[asyncio.Future[KnownVersions]] = []
+    began = asyncio.Semaphore(0)
+
+    class Slow(VersionSource):
+        async def read(self, tenant: str, adapter: str) -> KnownVersions:
+            reads.append(answer := asyncio.get_running_loop().create_future())
+            began.release()
+            return await answer
+
+    async def begin() -> asyncio.Task[Exact]:
+        asked = asyncio.create_task(versions.resolve(name))
+        await asyncio.wait_for(began.acquire(), 20)
+        return asked
+
+    old, new = (KnownVersions({"stable": (AliasTarget(each, 1),)}) for each in ("v1", "v2"))
+    versions = Versions(Slow(), VersionSettings(timeout_s=20.0), clock=Clock())
+    name = parse_name("acme:stable")
+    early = await begin()
+    versions.changed("acme")
+    reads[0].set_result(old)
+    assert (await early).name.version == "v1", "asked before the change"
+    late = await begin()
+    reads[1].set_result(new)
+    assert (await late).name.version == "v2"
+
+    versions.changed("acme")
+    early = await begin()
+    versions.changed("acme")
+    late = await begin()
+    reads[3].set_result(new)
+    assert (await late).name.version == "v2"
+    reads[2].set_result(old)
+    await early
+    assert (await versions.resolve(name)).name.version == "v2", "which was kept"
+    await versions.close()
+
+
+async def test_after_a_change_a_source_that_is_down_leaves_what_is_known_in_force() -> None:
+    source = Source({"stable": (AliasTarget("v1", 1),)})
+    versions = Versions(source, SETTINGS)
+    name = parse_name("acme:stable")
+    await versions.resolve(name)
+    source.error = Unavailable("down")
+    versions.changed("acme")
+    assert (await versions.resolve(name)).name.version == "v1"
+    assert versions.failed == 1
 
 
 async def test_a_source_that_is_down_leaves_what_is_known_in_force_and_is_left_alone() -> None:
