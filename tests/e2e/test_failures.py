@@ -110,7 +110,7 @@ async def test_a_replica_that_comes_back_is_home_again(routed, running, tenants)
         assert answer.headers["x-mural-replica"] == home.name
 
 
-async def test_a_frozen_replica_is_passed_by_once_it_is_silent_and_its_streams_go_on_after(
+async def test_what_waits_for_a_frozen_replica_is_asked_elsewhere_and_its_streams_go_on_after(
     routed, running, tenants
 ):
     async with plain(routed, tenants) as client:
@@ -121,9 +121,13 @@ async def test_a_frozen_replica_is_passed_by_once_it_is_silent_and_its_streams_g
             await first_event(lines)
             frozen = freeze(home)
             try:
-                await until(
-                    lambda: routed.count("mural_router_replica_stale", replica=home.name) == 1
-                )
+                # Sent before anybody could know: they were to wait for 120 s.
+                at_once = [client.post("/v1/completions", json=body("acme:v1")) for _ in range(4)]
+                for early in await asyncio.gather(*at_once):
+                    assert early.status_code == 200, early.text
+                    assert early.headers["x-mural-replica"] != home.name
+                assert routed.count("mural_router_retries_total", outcome="made") >= 1
+                assert routed.count("mural_router_replica_stale", replica=home.name) == 1
                 other = await client.post("/v1/completions", json=body("acme:v1"))
                 assert other.status_code == 200
                 assert other.headers["x-mural-replica"] != home.name

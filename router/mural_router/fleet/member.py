@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl as tls
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
-from mural_router.fleet.follower import Follower, Listener
+from mural_router.fleet.follower import Follower, Listener, TlsContext
 from mural_router.fleet.report import Report
 from mural_router.placement import Base, Replica
 
@@ -19,6 +20,9 @@ __all__ = ["Member", "MemberView"]
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.0
+SILENCE_TIMEOUT_S = 2.0
+"""For an answer of any kind from a replica that is stale: then it is silent."""
+SILENCE_INTERVAL_S = 2.0
 MAX_ERROR_CHARS = 300
 
 
@@ -45,6 +49,7 @@ class Member(Listener):
         endpoint: Endpoint,
         *,
         make_follower: Callable[[Endpoint, Listener], Follower],
+        ssl: TlsContext,
         stale_after_s: float,
         changed: Callable[[], None],
         tasks: asyncio.TaskGroup,
@@ -52,6 +57,8 @@ class Member(Listener):
         self.endpoint = endpoint
         self.report: Report | None = None
         self.stale = True
+        self.silent = False
+        self._ssl = ssl
         self._stale_after_s = stale_after_s
         self._changed = changed
         self._make_follower = make_follower
@@ -62,6 +69,7 @@ class Member(Listener):
         self._restarts = 0
         self._heard_reports = 0
         self._probe: asyncio.Task[None] | None = None
+        self._asking: asyncio.Task[None] | None = None
         self._follower = tasks.create_task(self._follow(), name=f"following {endpoint.name}")
 
     @property
@@ -81,8 +89,9 @@ class Member(Listener):
     def close(self) -> None:
         """Stop following."""
         self._follower.cancel()
-        if self._probe is not None:
-            self._probe.cancel()
+        for task in (self._probe, self._asking):
+            if task is not None:
+                task.cancel()
 
     # -- told by the follower -----------------------------------------------------------------
 
@@ -101,7 +110,7 @@ class Member(Listener):
 
     def _alive(self) -> None:
         self._heard_s = asyncio.get_running_loop().time()
-        self._error, self._gone, self.stale = None, False, False
+        self._error, self._gone, self.stale, self.silent = None, False, False, False
 
     def lost(self, error: str, *, refused: bool) -> None:
         if self._error is None or (refused and not self._gone):
@@ -116,6 +125,45 @@ class Member(Listener):
         silence = asyncio.get_running_loop().time() - self._heard_s
         self.stale = silence > self._stale_after_s
         return self.stale
+
+    def doubt(self, tasks: asyncio.TaskGroup) -> None:
+        """It is stale: find out whether it answers anything at all, until it is heard again."""
+        if self._asking is None:
+            self._asking = tasks.create_task(self._ask(), name=f"asking {self.endpoint.name}")
+
+    async def _ask(self) -> None:
+        while self.stale:
+            answers = await self._answers()
+            if self.stale and (self.silent or not answers):
+                self.silent = not answers
+                # Each time that it is silent: more may have begun to wait for it.
+                self._changed()
+            await asyncio.sleep(SILENCE_INTERVAL_S)
+        self._asking = None
+
+    async def _answers(self) -> bool:
+        """Whether anything comes back from where requests are sent, if only a refusal."""
+        endpoint, context, writer = self.endpoint, self._ssl(), None
+        try:
+            async with asyncio.timeout(SILENCE_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(
+                    endpoint.host, endpoint.port, ssl=context
+                )
+                writer.write(
+                    b"GET /health HTTP/1.1\r\nHost: %b\r\nConnection: close\r\n\r\n"
+                    % endpoint.authority.encode("latin-1")
+                )
+                await reader.read(1)
+        except (ConnectionError, tls.SSLError):
+            # Those who wait are told as much by their own connections.
+            return True
+        except OSError:
+            # In time; or there is no way to it, of which a connection learns nothing.
+            return False
+        finally:
+            if writer is not None:
+                writer.close()
+        return True
 
     # -- told by the proxy --------------------------------------------------------------------
 
@@ -176,6 +224,7 @@ class Member(Listener):
             weight=endpoint.weight,
             ready=self.why_not_ready(base) is None,
             stale=self.stale,
+            silent=self.silent,
             reports=report.reports,
             report=self._heard_reports,
             slots=report.slots,
@@ -200,6 +249,8 @@ class Member(Listener):
             return "nobody listens there"
         if self._suspected:
             return "no connection to its port"
+        if self.silent:
+            return "it answers nothing any more"
         if not report.ready:
             return "not ready, or draining, by its own word"
         if not report.base.same_model(base):

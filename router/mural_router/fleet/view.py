@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follow import MuralFollower
-from mural_router.fleet.follower import Follower, Listener
+from mural_router.fleet.follower import Follower, Listener, TlsContext
 from mural_router.fleet.member import Member, MemberView
 from mural_router.fleet.scrape import VLLMFollower
 from mural_router.placement import Base, Fleet, agreed_base
@@ -114,7 +114,7 @@ class FleetView:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 tasks.create_task(self._discover(tasks), name="discovery")
-                tasks.create_task(self._age(), name="ageing")
+                tasks.create_task(self._age(tasks), name="ageing")
         finally:
             self._tasks = None
             if self._pending is not None:
@@ -141,19 +141,21 @@ class FleetView:
                 self._members[name] = Member(
                     endpoint,
                     make_follower=self._follower,
+                    ssl=self._context_of(endpoint),
                     stale_after_s=self._settings.stale_after_s,
                     changed=self._touch,
                     tasks=tasks,
                 )
         self._touch()
 
-    async def _age(self) -> None:
+    async def _age(self, tasks: asyncio.TaskGroup) -> None:
         """Silence is no event: look for it."""
         while True:
             await asyncio.sleep(min(1.0, self._settings.stale_after_s / 4))
-            aged = [member for member in self._members.values() if member.aged()]
-            if aged:
-                self._touch()
+            for member in self._members.values():
+                if member.aged():
+                    member.doubt(tasks)
+                    self._touch()
 
     def _touch(self) -> None:
         """Something has changed: publish at once, or together with what comes within 50 ms."""
@@ -187,12 +189,11 @@ class FleetView:
             except Exception:
                 log.exception("a subscriber of the fleet failed")
 
+    def _context_of(self, endpoint: Endpoint) -> TlsContext:
+        return lambda: self._ssl if endpoint.tls else None
+
     def _follower(self, endpoint: Endpoint, listener: Listener) -> Follower:
-        settings = self._settings
-
-        def ssl() -> tls.SSLContext | None:
-            return self._ssl if endpoint.tls else None
-
+        settings, ssl = self._settings, self._context_of(endpoint)
         if endpoint.engine == "vllm":
             return VLLMFollower(
                 endpoint,

@@ -16,7 +16,14 @@ from mural_router.http.head import END, ResponseHead, parse_response_head
 from mural_router.http.settings import HttpSettings
 from mural_router.http.watch import NEVER, Watch, Watched
 
-__all__ = ["AnswerTimeout", "Caller", "ConnectFailed", "ReplicaConnection", "ReplicaPool"]
+__all__ = [
+    "AnswerTimeout",
+    "Caller",
+    "ConnectFailed",
+    "ReplicaConnection",
+    "ReplicaPool",
+    "ReplicaSilent",
+]
 
 _MAX_HEAD_BYTES: Final = 65_536
 _MAX_INTERIM_ANSWERS: Final = 8
@@ -28,6 +35,10 @@ class ConnectFailed(Exception):
 
 class AnswerTimeout(Exception):  # and no TimeoutError, which is an OSError: nothing was lost
     """The replica was silent for too long."""
+
+
+class ReplicaSilent(AnswerTimeout):
+    """The replica answers nobody: no answer of it was waited for to the end."""
 
 
 class Caller(Protocol):
@@ -51,6 +62,10 @@ class Caller(Protocol):
     @abstractmethod
     def answer_breaks(self, error: Exception) -> None:
         """No (more) answer will come: lost (`OSError`), `BrokenAnswer` or `AnswerTimeout`."""
+
+    @abstractmethod
+    def replica_falls_silent(self) -> None:
+        """The replica answers nobody. Nothing has ended: `ReplicaConnection.discard` may."""
 
     @abstractmethod
     def request_pauses(self) -> None:
@@ -170,6 +185,11 @@ class ReplicaConnection(Watched):
         """The caller wants nothing more; the replica sees the connection end and stops its work."""
         self._caller = None
         self._close()
+
+    def fall_silent(self) -> None:
+        """Its replica answers nobody."""
+        if self._caller is not None:
+            self._caller.replica_falls_silent()
 
     # -- the transport's calls --------------------------------------------------------------------
 
@@ -375,6 +395,12 @@ class ReplicaPool:
         idle.append(connection)
         if len(idle) > self.settings.max_idle_connections:
             idle.popleft().discard()
+
+    def fell_silent(self, endpoint: Endpoint) -> None:
+        """Tell all who wait for a replica that it answers nobody."""
+        address = endpoint.address
+        for connection in [each for each in self._open if each.address == address]:
+            connection.fall_silent()
 
     def lost(self, connection: ReplicaConnection) -> None:
         self._open.discard(connection)

@@ -77,6 +77,8 @@ class Replica:
     """Accepts requests: ready by its own word (or its pod's), and not draining."""
     stale: bool = False
     """Not heard from for longer than the bound: what follows may no longer hold."""
+    silent: bool = False
+    """Stale, and it answers nothing else either: whoever waits for it may wait for long."""
     reports: bool = True
     """False: it cannot say which adapters it holds (a vLLM pod). Unknown is not absent."""
     report: int = 0

@@ -264,6 +264,9 @@ class _Carried(_Express, Caller):
     def answer_breaks(self, error: Exception) -> None:
         self._unfold().answer_breaks(error)
 
+    def replica_falls_silent(self) -> None:
+        self._unfold().replica_falls_silent()
+
     def request_pauses(self) -> None:
         """It was sent whole."""
 

@@ -14,7 +14,13 @@ from mural_resolvers.errors import MuralError
 from mural_router.http.exchange import Exchange, Reader, status_line
 from mural_router.http.head import ResponseHead
 from mural_router.http.scan import plain_events
-from mural_router.http.upstream import Caller, ConnectFailed, ReplicaConnection, ReplicaPool
+from mural_router.http.upstream import (
+    Caller,
+    ConnectFailed,
+    ReplicaConnection,
+    ReplicaPool,
+    ReplicaSilent,
+)
 from mural_router.proxy.errors import RouterUnknown, log_unknown, told
 from mural_router.proxy.events import EventRelay, error_event
 from mural_router.proxy.usage import Usage, UsageReader
@@ -253,9 +259,10 @@ class Relay(Caller, Reader):
         if self._began:
             self._break_off(error)
             return
-        if not isinstance(error, OSError) or not self._may_ask_again():
+        lost = isinstance(error, OSError)
+        if not (lost or isinstance(error, ReplicaSilent)) or not self._may_ask_again():
             self._fail(error)
-        elif connection.requests > 1 and not self._refreshed:
+        elif lost and connection.requests > 1 and not self._refreshed:
             # A kept connection may be closed just when it is used: that is no failed replica.
             self._refreshed = True
             self._try_again(routed)
@@ -263,6 +270,14 @@ class Relay(Caller, Reader):
             self._try_again(routed)
         else:
             self._fail(error)
+
+    def replica_falls_silent(self) -> None:
+        connection = self._connection
+        assert connection is not None
+        if not self._began:
+            # Should it go on after all, it finds its work aborted.
+            connection.discard()
+            self.answer_breaks(ReplicaSilent("the replica answers nothing any more"))
 
     def request_pauses(self) -> None:
         self._exchange.pause_body()
@@ -312,6 +327,7 @@ class Relay(Caller, Reader):
 
     def _fail(self, error: Exception) -> None:
         """Nothing of an answer was sent: say what happened."""
+        self._head = None
         routed = self._routed
         fields = self._ask.own_headers if routed is None else routed.answer_headers
         self._log(error)

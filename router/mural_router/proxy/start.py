@@ -90,6 +90,7 @@ class _Running(Proxy):
         self._replica_context = replica_side(settings.tls)
         self._watch = Watch(asyncio.get_running_loop())
         self._pool = ReplicaPool(settings, self._watch, lambda: self._replica_context)
+        routing.on_silence(self._pool.fell_silent)
         lane = open_express_lane(settings, routing, self._pool)
         express = None if lane is None else lane.take
         self._server = Server(settings, self, self._watch, express)

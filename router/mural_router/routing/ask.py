@@ -121,9 +121,10 @@ class Routed(Protocol):
     def retry(self, why: str) -> bool:
         """The attempt failed before its first byte, where asking again is safe.
 
-        Safe are: a connection that could not be made, one that broke before the answer's head,
-        and an answer of which `may_retry` says so; no timeout of an answer's first byte is, since
-        the replica may be at work on it. True: `endpoint` and the headers are of another replica
+        Safe are: a connection that could not be made, one that broke before the answer's first
+        byte, or that was ended since the replica answers nobody, and an answer of which
+        `may_retry` says so; no timeout of an answer's first byte is, since the replica may be at
+        work on it. True: `endpoint` and the headers are of another replica
         now. False: the budget, the candidates or the time are used up.
         """
 
@@ -166,6 +167,11 @@ class Routing(Protocol):
         Nothing is held for a request that waits until that is awaited. Raises as `route`.
         """
         return partial(self.route, ask)
+
+    def on_silence(self, fell_silent: Callable[[Endpoint], None]) -> None:
+        """Have each replica told that answers nothing any more, again and again while it does not:
+        what waits for its first byte is better asked elsewhere."""
+        return
 
     @abstractmethod
     async def forward(self, ask: Ask) -> Routed:

@@ -89,6 +89,8 @@ class Dispatch:
         self._metrics = metrics
         self._clock = clock
         self._freed = freed
+        self.fell_silent: Callable[[Endpoint], None] = lambda endpoint: None
+        """Told of each replica that answers nothing any more, for as long as that is so."""
         self.declared_for = declared
         """The k that an object declares for an exact name."""
         self._by_authority: dict[str, str] = {}
@@ -265,3 +267,6 @@ class Dispatch:
         self._least_rank = min((each.max_lora_rank or 1 << 30 for each in accepting), default=0)
         self._least_bytes = min((each.host_bytes or 1 << 60 for each in accepting), default=0)
         self._freed()
+        for replica in fleet.replicas:
+            if replica.silent and (endpoint := self.source.endpoint(replica.name)) is not None:
+                self.fell_silent(endpoint)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import ssl
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 import trustme
 
 from mural_router.fleet.follow import MuralFollower
+from mural_router.fleet.member import Member
 from mural_router.fleet.view import FleetSettings, FleetView
 from mural_router.placement import Fleet, Residency
 from mural_server.protocol import ControlClient
@@ -161,6 +164,59 @@ async def test_a_silent_replica_becomes_stale_and_fresh_again(watch, state_serve
     assert replica.ready, "what it said last"
     server.beat()
     await watched.ready("a")
+
+
+@pytest.fixture
+async def mute() -> AsyncIterator[int]:
+    """A port that takes connections and says nothing."""
+
+    async def wait(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(wait, "127.0.0.1", 0) as listening:
+        yield listening.sockets[0].getsockname()[1]
+
+
+async def test_a_stale_replica_that_answers_nothing_else_is_silent_and_not_ready_until_it_is_heard(
+    watch, state_server, mute, monkeypatch
+):
+    monkeypatch.setattr("mural_router.fleet.member.SILENCE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("mural_router.fleet.member.SILENCE_INTERVAL_S", 0.01)
+    server = await state_server()
+    watched = await watch(replace(server.endpoint, port=mute), stale_after_s=0.2)
+    assert not (await watched.ready("a")).silent
+    for _ in range(2):
+        replica = await watched.replica("a", lambda one: one.silent)
+        assert (replica.stale, replica.ready) == (True, False)
+        assert watched.view.snapshot()[0].why_not_ready == "it answers nothing any more"
+        # It is told again and again.
+        published = watched.published
+        await watched.until(lambda fleet, before=published: watched.published > before)
+        server.beat()
+        assert not (await watched.ready("a")).silent
+
+
+async def test_a_stale_replica_that_answers_a_request_is_not_silent(
+    watch, state_server, monkeypatch
+):
+    asked = asyncio.Event()
+    answers = Member._answers
+
+    async def noted(member: Member) -> bool:
+        answered = await answers(member)
+        asked.set()
+        return answered
+
+    monkeypatch.setattr(Member, "_answers", noted)
+    server = await state_server()
+    watched = await watch(server.endpoint, stale_after_s=0.2)
+    await watched.replica("a", lambda one: one.stale)
+    await asyncio.wait_for(asked.wait(), 20)
+    (member,) = watched.view.snapshot()
+    assert member.replica.stale
+    assert member.replica.ready, "what it said last"
+    assert not member.replica.silent
 
 
 async def test_a_suspected_replica_is_not_ready_until_its_port_answers(

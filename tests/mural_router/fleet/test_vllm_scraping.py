@@ -227,6 +227,18 @@ async def test_a_stalled_pod_becomes_stale_and_disturbs_no_other(watch, pod, mon
     await watched.ready("a")
 
 
+async def test_a_frozen_pod_is_silent_and_not_ready_until_it_goes_on(watch, pod, monkeypatch):
+    monkeypatch.setattr("mural_router.fleet.scrape.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("mural_router.fleet.member.SILENCE_TIMEOUT_S", 0.1)
+    watched = await watch(pod.endpoint, scrape_interval_s=0.01, stale_after_s=0.3)
+    await watched.ready("a")
+    pod.stalled |= {"/health", "/metrics"}
+    replica = await watched.replica("a", lambda one: one.silent)
+    assert (replica.stale, replica.ready) == (True, False)
+    pod.stalled.clear()
+    assert not (await watched.ready("a")).silent
+
+
 async def test_a_list_of_models_that_needs_a_key_gets_it(watch, pod):
     watched = await watch(pod.endpoint, scrape_interval_s=0.01, vllm_api_key="the-pods-key")
     await watched.ready("a")

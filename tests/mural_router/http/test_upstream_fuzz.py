@@ -75,6 +75,9 @@ class Noting:
         assert not self.over
         self.over = "complete"
 
+    def replica_falls_silent(self) -> None:
+        raise AssertionError("nobody says so")
+
     def answer_breaks(self, error: Exception) -> None:
         assert not self.over
         self.over = "broken"

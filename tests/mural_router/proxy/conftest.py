@@ -111,6 +111,9 @@ class ScriptedRouting(Routing):
     async def forward(self, ask: Ask) -> Routed:
         return await self.route(ask)
 
+    def on_silence(self, fell_silent: Callable[[Endpoint], None]) -> None:
+        self.fell_silent = fell_silent
+
     async def models(self, ask: Ask) -> bytes:
         self.asks.append(ask)
         if self.error is not None:
@@ -259,6 +262,11 @@ class Stand:
     routing: ScriptedRouting
     proxy: Proxy
     replicas: list[StubReplica]
+
+    async def until(self, so: Callable[[], object]) -> None:
+        async with asyncio.timeout(BOUND_S):
+            while not so():  # noqa: ASYNC110 - nothing tells of it
+                await asyncio.sleep(0.001)
 
     async def client(self) -> Client:
         return Client(*await asyncio.open_connection("127.0.0.1", self.proxy.port))

@@ -446,6 +446,50 @@ async def silence_amid_an_answer(here: Here) -> None:
     await client.rest()
 
 
+@scenario("unfolded", "unfolded")
+async def a_replica_that_answers_nobody(here: Here) -> None:
+    async def begins(turn: Turn) -> None:
+        await turn.send(EVENTS + chunk(b"data: 1\n\n"))
+        await here.until(lambda: here.metrics.retries["made"])
+        await turn.send(chunk(DONE_EVENT) + LAST_CHUNK)
+
+    # A second kept connection: without one a request is not of the express way.
+    go = asyncio.Event()
+    two = [await here.client() for _ in range(2)]
+    here.plays(answers_after(go))
+    for client in two:
+        client.send(request(key=ADMIN, n=2))
+    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    go.set()
+    for client in two:
+        await client.answer()
+    here.plays(begins)
+    two[0].send(request(stream=True))
+    await two[0].reader.readuntil(b"data: 1\n\n")
+    here.plays(silence)
+    two[1].send(request())
+    await here.until(lambda: len(here.replicas["a"].got) == 5)
+    here.replica("a", ready=False, stale=True, silent=True)
+    assert b"x-mural-replica: b\r\n" in await two[1].answer()
+    # What has begun may go on.
+    await two[0].reader.readuntil(LAST_CHUNK)
+    assert here.metrics.retries == {"made": 1}
+    here.replica("a", ready=True, stale=False, silent=False)
+
+
+@scenario("unfolded", engine="vllm", replicas=({},))
+async def the_only_replica_answers_nobody(here: Here) -> None:
+    here.plays(silence)
+    client = await here.client()
+    client.send(request())
+    await here.until(lambda: len(here.replicas["a"].got) == 2)
+    here.replica("a", stale=True, silent=True)
+    answer = await client.answer()
+    assert answer.startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 5\r\n" in answer
+    assert here.metrics.retries == {"replicas": 1}
+
+
 # -- clients --------------------------------------------------------------------------------------
 
 

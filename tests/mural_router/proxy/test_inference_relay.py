@@ -17,7 +17,7 @@ from mural_router.http.settings import HttpSettings
 from mural_router.proxy.relay import InferenceRelay
 
 if TYPE_CHECKING:
-    from conftest import MakeStand, Received
+    from conftest import MakeStand, Received, Script
 
 BODY = b'{"model":"acme:v1","prompt":"hi"}'
 STREAM = b'{"model":"acme:v1","prompt":"hi","stream":true}'
@@ -418,6 +418,78 @@ async def test_a_silent_replica_is_given_up_and_not_asked_for_again(stand: MakeS
     assert (status, "retry-after" in fields) == (503, True)
     assert here.routing.retries == []
     assert (await here.routing.outcome()).replica_failed
+
+
+async def head_and_silence(received: Received) -> None:
+    await received.send(EVENTS_HEAD)
+    await received.until_closed()
+
+
+async def silence(received: Received) -> None:
+    await received.until_closed()
+
+
+@pytest.mark.parametrize("script", [silence, head_and_silence])
+async def test_what_waits_for_a_replica_that_answers_nobody_is_asked_elsewhere(
+    stand: MakeStand, script: Script
+) -> None:
+    ended = asyncio.Event()
+
+    async def until_closed(received: Received) -> None:
+        await script(received)
+        ended.set()
+
+    here = await stand(until_closed, stream)
+    frozen, other = here.routing.endpoints
+    client = await here.client()
+    client.post(STREAM)
+    await here.until(lambda: here.replicas[0].requests)
+    for endpoint in (other, frozen, frozen):
+        here.routing.fell_silent(endpoint)
+    status, fields, body = await client.answer()
+    assert (status, fields["x-mural-replica"]) == (200, "r1")
+    assert body.endswith(DONE_EVENT)
+    assert here.routing.retries == ["lost: the replica answers nothing any more"]
+    # Should it go on after all, its work is aborted.
+    await asyncio.wait_for(ended.wait(), 20)
+
+
+@pytest.mark.parametrize("script", [silence, head_and_silence])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/adapters"])
+async def test_what_cannot_be_asked_elsewhere_is_answered_at_once_with_the_time_to_come_back(
+    stand: MakeStand, path: str, script: Script
+) -> None:
+    here = await stand(script)
+    client = await here.client()
+    client.post(BODY, path)
+    await here.until(lambda: here.replicas[0].requests)
+    if script is head_and_silence:
+        await here.until(lambda: here.routing.statuses)
+    here.routing.fell_silent(here.routing.endpoints[0])
+    status, fields, body = await client.answer()
+    assert (status, fields["retry-after"]) == (503, "5")
+    assert json.loads(body)["error"]["code"] == "unavailable"
+    outcome = await here.routing.outcome()
+    assert (outcome.status, outcome.replica_failed) == (503, True)
+    assert len(here.routing.retries) == (path == "/v1/completions")
+
+
+async def test_a_stream_that_has_begun_may_go_on_once_its_replica_does(stand: MakeStand) -> None:
+    go = asyncio.Event()
+
+    async def pause(received: Received) -> None:
+        await received.send(EVENTS_HEAD, chunk(event("a")))
+        await go.wait()
+        await received.send(chunk(DONE_EVENT), LAST_CHUNK)
+
+    here = await stand(pause)
+    client = await here.client()
+    client.post(STREAM)
+    await client.until(b"\n\n\r\n")
+    here.routing.fell_silent(here.routing.endpoints[0])
+    go.set()
+    assert DONE_EVENT in await client.until(LAST_CHUNK)
+    assert here.routing.retries == []
 
 
 async def test_a_stream_that_falls_silent_ends_with_an_error_event(stand: MakeStand) -> None:
