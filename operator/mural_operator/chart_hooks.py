@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mural_resolvers.errors import InvalidInput, MuralError
+from mural_resolvers.redaction import redacted
 from mural_resolvers.stderr_log import log_to_stderr
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class ChartCommand:
         try:
             _run(_apply if args.action == "apply-crds" else _release, args)
         except MuralError as error:
-            print(f"mural chart {args.action}: {error.message}", file=sys.stderr)
+            print(f"mural chart {args.action}: {redacted(error.message)}", file=sys.stderr)
             return 1
         return 0
 

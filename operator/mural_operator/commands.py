@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mural_resolvers.errors import InvalidInput, MuralError
+from mural_resolvers.redaction import redacted
 from mural_resolvers.stderr_log import log_to_stderr
 
 __all__ = ["OperateCommand", "operate"]
@@ -47,7 +48,7 @@ class OperateCommand:
         try:
             return _run(vars(args), os.environ)
         except MuralError as error:
-            print(f"mural operate: {error.message}", file=sys.stderr)
+            print(f"mural operate: {redacted(error.message)}", file=sys.stderr)
             return 1
 
 

@@ -14,6 +14,7 @@ from importlib import metadata
 from typing import Protocol, runtime_checkable
 
 from mural_resolvers.errors import MuralError
+from mural_resolvers.redaction import redacted
 
 __all__ = ["COMMAND_GROUP", "Command", "main"]
 
@@ -76,7 +77,7 @@ def main(
     try:
         return commands[args.command].run(args)
     except MuralError as error:
-        print(f"mural {args.command}: {error.message}", file=sys.stderr)
+        print(f"mural {args.command}: {redacted(error.message)}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader went away, as `head` does; what is still buffered must not fail at exit.

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from mural_resolvers.errors import InvalidInput, MuralError
+from mural_resolvers.redaction import redacted
 from mural_resolvers.secret_text import read_secret
 from mural_resolvers.sizes import size_argument
 from mural_resolvers.stderr_log import log_to_stderr
@@ -65,7 +66,7 @@ class ServeCommand:
             engine.validate()
             return _run(engine, server)
         except (SettingsError, MuralError) as error:
-            print(f"mural serve: {error}", file=sys.stderr)
+            print(f"mural serve: {redacted(str(error))}", file=sys.stderr)
             return 1
 
 

@@ -73,6 +73,15 @@ def test_a_typed_error_is_one_line_and_status_one(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == "mural greet: Nobody is there.\n"
 
 
+def test_an_error_that_quotes_a_key_is_told_without_it(capsys: pytest.CaptureFixture[str]) -> None:
+    class Quotes(Greet):
+        def run(self, args: argparse.Namespace) -> int:
+            raise InvalidInput(f"No mural_abcdefgh_{'s' * 43} here.")
+
+    assert main(["quote"], [Entry("quote", Quotes())]) == 1
+    assert capsys.readouterr().err == "mural quote: No mural_abcdefgh_… here.\n"
+
+
 def test_help_names_every_subcommand_and_what_is_broken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
