@@ -194,17 +194,20 @@ class MuralFollower(Follower):
 
     async def _follow(self, budget: EventBudget) -> None:
         began = asyncio.get_running_loop().time()
-        async with aclosing(self._client().raw_events(self._reader.since)) as events:
-            async for data in events:
-                report = await self._reader.take(decode_event(data))
-                if report is None:
-                    self._listener.alive()
-                else:
-                    self._listener.heard(report)
-                # One that breaks after every snapshot is asked less and less often.
-                if asyncio.get_running_loop().time() - began > self.STEADY_S:
-                    self._backoff.reset()
-                await budget.spend(len(data))
+        try:
+            async with aclosing(self._client().raw_events(self._reader.since)) as events:
+                async for data in events:
+                    report = await self._reader.take(decode_event(data))
+                    if report is None:
+                        self._listener.alive()
+                    else:
+                        self._listener.heard(report)
+                    await budget.spend(len(data))
+        finally:
+            # One that breaks after every snapshot is asked less and less often; of one that held
+            # it is to be known at once whether anybody listens there.
+            if asyncio.get_running_loop().time() - began > self.STEADY_S:
+                self._backoff.reset()
 
     def _client(self) -> ControlClient:
         tokens = self._tokens()

@@ -22,6 +22,8 @@ from mural_router.fleet.places import open_discovery
 pytestmark = pytest.mark.cluster
 
 WAIT_S = 90.0
+SEEN_WITHIN_S = 5.0
+"""After the API server knows it; as in test_seen_in_time.py."""
 
 SERVICE = {
     "apiVersion": "v1",
@@ -155,7 +157,7 @@ async def test_the_pods_of_a_service_are_its_replicas_and_follow_its_scale(clust
     await followed.until(lambda endpoints: endpoints == ())
 
 
-async def test_a_pod_that_is_not_ready_says_so(cluster, follow):
+async def test_a_pod_that_is_not_ready_says_so_in_time(cluster, follow):
     manual = {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
@@ -171,9 +173,12 @@ async def test_a_pod_that_is_not_ready_says_so(cluster, follow):
         expected = conditions == {"ready": True}
         manual["endpoints"] = [{"addresses": ["10.1.2.3"], "conditions": conditions}]
         await cluster.apply(manual)
-        await followed.until(
-            lambda endpoints, expected=expected: [each.ready for each in endpoints] == [expected]
-        )
+        async with asyncio.timeout(SEEN_WITHIN_S):
+            await followed.until(
+                lambda endpoints, expected=expected: (
+                    [each.ready for each in endpoints] == [expected]
+                )
+            )
 
 
 async def test_a_killed_api_server_takes_nothing_away_and_is_followed_again(cluster, follow):
