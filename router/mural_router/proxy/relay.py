@@ -34,7 +34,7 @@ from mural_router.routing.ask import (
     request_id_of,
 )
 
-__all__ = ["InferenceRelay", "Relay", "Sent", "ask_of", "refusal_of"]
+__all__ = ["InferenceRelay", "Relay", "Sent", "ask_of", "passed_on", "refusal_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +49,9 @@ _NOT_PASSED_ON = re.compile(
     rb"|trailer|transfer-encoding|upgrade|x-request-id|x-mural-[^:]*+):[^\r]*+",
     re.IGNORECASE,
 )
+
+# What an answer's Connection may say and takes no field away by: a length frames what is passed on.
+_NAME_NOTHING: Final = frozenset({b"", b"close", b"keep-alive", b"content-length"})
 
 
 def ask_of(exchange: Exchange) -> Ask:
@@ -385,8 +388,21 @@ class Relay(Caller, Reader):
             added += "transfer-encoding: chunked\r\n"
         if not self._exchange.keeps:
             added += "connection: close\r\n"
-        passed_on = _NOT_PASSED_ON.sub(b"", head.lines)
-        return b"%b%b\r\n%b\r\n" % (status_line(head.status), passed_on, added.encode("latin-1"))
+        added_lines = added.encode("latin-1")
+        return b"%b%b\r\n%b\r\n" % (status_line(head.status), passed_on(head), added_lines)
+
+
+def passed_on(head: ResponseHead) -> bytes:
+    """The fields of an answer that its client gets, each after a CRLF."""
+    lines = _NOT_PASSED_ON.sub(b"", head.lines)
+    if b"connection" not in head.named:
+        return lines
+    options = b",".join(head.values(b"connection")).lower().split(b",")
+    named = {option.strip(b" \t") for option in options} - _NAME_NOTHING
+    if not named:
+        return lines
+    kept = [line for line in lines.split(b"\r\n") if line.partition(b":")[0].lower() not in named]
+    return b"\r\n".join(kept)
 
 
 def _with_digest(fields: Fields, head: ResponseHead) -> Fields:

@@ -312,7 +312,7 @@ async def an_interim_answer_first(here: Here) -> None:
     await here.ask()
 
 
-@scenario("whole", "unfolded", "unfolded", "unfolded")
+@scenario("whole", *["unfolded"] * 5)
 async def fields_that_are_not_passed_on(here: Here) -> None:
     ours = ("Server: x", "X-Mural-Cost: 1", "x-request-id: theirs", "keep-alive: timeout=5")
     for answer in (
@@ -320,6 +320,8 @@ async def fields_that_are_not_passed_on(here: Here) -> None:
         whole(ANSWER, "200 OK", *(f"x-{at}: {'y' * 60}" for at in range(40))),
         whole(ANSWER).replace(b"HTTP/1.1", b"HTTP/1.0"),
         whole(ANSWER, "200 OK", "connection: close"),
+        whole(ANSWER, "200 OK", "connection: keep-alive, x-hop", "x-hop: 1", "x-end: 2"),
+        whole(ANSWER, "200 OK", "connection: keep-alive", "Connection: x-hop", "x-hop: 1"),
     ):
         here.plays(says(answer))
         await here.ask()

@@ -93,6 +93,36 @@ async def test_a_replica_sees_the_routers_identity_and_nothing_of_the_clients(
     assert ask.headers == {"x-session-id": "s"}
 
 
+@pytest.mark.parametrize(
+    ("fields", "passed"),
+    [
+        (b"connection: x-hop\r\nX-Hop: 1\r\nx-end: 2\r\n", {"x-end": "2"}),
+        (b"x-hop: 1\r\nx-hop-by: 2\r\nConnection: Keep-Alive,\tX-HOP\r\n", {"x-hop-by": "2"}),
+        (
+            b"connection: x-a\r\nx-a: 1\r\nx-b: 2\r\nconnection: ,x-b ,.*\r\nc: 3\r\n",
+            {"c": "3"},
+        ),
+        (b"connection: keep-alive\r\nx-end: 2\r\n", {"x-end": "2"}),
+        (b"connection: content-length\r\n", {}),
+        (b"connection: close, x-hop\r\nx-hop: 1\r\n", {}),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/adapters"])
+async def test_fields_that_an_answers_connection_names_end_here(
+    stand: MakeStand, path: str, fields: bytes, passed: dict[str, str]
+) -> None:
+    async def hop(received: Received) -> None:
+        await received.send(JSON_HEAD[:-2] % len(ANSWER) + fields + b"\r\n" + ANSWER)
+
+    here = await stand(hop)
+    client = await here.client()
+    client.post(BODY, path)
+    status, got, body = await client.answer()
+    assert (status, body) == (200, ANSWER)
+    ours = {"content-type", "content-length", "x-mural-replica", "x-request-id"}
+    assert {name: value for name, value in got.items() if name not in ours} == passed
+
+
 async def test_connections_are_kept_on_both_sides(stand: MakeStand) -> None:
     here = await stand(answer)
     clients = [await here.client() for _ in range(4)]
