@@ -381,6 +381,10 @@ class Here:
         self._clients.append(Client(self.seen, *streams))
         return self._clients[-1]
 
+    def forget_clients(self) -> None:
+        """All of them have left."""
+        self._clients.clear()
+
     async def ask(self, model: str = "acme:v1", *fields: str, **members: object) -> bytes:
         """One request on a connection of its own."""
         client = await self.client()

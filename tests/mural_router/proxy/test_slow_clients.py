@@ -1,0 +1,76 @@
+"""Many clients that drip their requests at once (slow loris): the others are answered meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import sys
+
+import pytest
+from express_stage import BOUND_S, HTTP, Here, Setting, request
+
+from mural_router.http.client import ClientConnection
+from mural_router.http.exchange import Exchange
+from mural_router.http.scan import plain_request
+
+TIMES = {"head_timeout_s": 0.2, "body_timeout_s": 0.2}
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+BEGINNINGS = (HEAD + b"x-more: ", HEAD + b"content-length: 100000\r\n\r\n", HEAD[:3])
+
+
+async def drip(here: Here, clients: int) -> tuple[list[bytes], int]:
+    """What the drippers are answered, and how often another was answered meanwhile."""
+    drippers = [await here.client() for _ in range(clients)]
+    for number, each in enumerate(drippers):
+        each.send(BEGINNINGS[number % len(BEGINNINGS)])
+    answers = [asyncio.create_task(each.rest()) for each in drippers]
+    other, answered = await here.client(), 0
+    async with asyncio.timeout(BOUND_S):
+        while not all(answer.done() for answer in answers):
+            for each, answer in zip(drippers, answers, strict=True):
+                if not answer.done():
+                    each.send(b"P")
+            other.send(request())
+            assert (await other.answer()).startswith(b"HTTP/1.1 200")
+            answered += not all(answer.done() for answer in answers)
+            await asyncio.sleep(0.01)
+    for each in (*drippers, other):
+        each.leave()
+    here.forget_clients()
+    await here.until(lambda: here.proxy.state().connections == 0)
+    return [await answer for answer in answers], answered
+
+
+@pytest.mark.parametrize("clients", [300, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("express", [True, False])
+async def test_others_are_answered_while_many_drip_their_requests(
+    authorities: str, clients: int, express: bool
+) -> None:
+    if express and plain_request is None:
+        pytest.skip("nothing native is built")
+    http = type(HTTP)(port=0, **TIMES)
+    here = Here(Setting(http=http), authorities, express=express)
+    await here.begin()
+    blocks = []
+    try:
+        for _ in range(3):
+            answers, answered = await drip(here, clients)
+            assert answered
+            assert ("whole" in here.used) is express
+            refused = [answer for answer in answers if answer.startswith(b"HTTP/1.1 408")]
+            assert len(refused) == clients
+            state = here.proxy.state()
+            assert (state.requests, state.buffered_bytes) == (0, 0)
+            here.seen.clear()
+            for each in here.replicas.values():
+                each.got.clear()
+            here.used.clear()
+            del answers, refused
+            gc.collect()
+            kinds = (ClientConnection, Exchange)
+            assert not [each for each in gc.get_objects() if isinstance(each, kinds)]
+            blocks.append(sys.getallocatedblocks())
+    finally:
+        await here.close()
+    # Less than one object of each that was there.
+    assert blocks[2] - blocks[1] < clients
