@@ -35,15 +35,25 @@ def free_port() -> int:
 
 
 def gateway(
-    *, port: int, picker_port: int, replicas: Sequence[int], fail_open: bool
+    *,
+    port: int,
+    picker_port: int,
+    replicas: Sequence[int],
+    fail_open: bool,
+    quiet: bool = False,
 ) -> dict[str, object]:
-    """One listener in front of replicas on loopback ports; for Envoy's ``--config-yaml``."""
+    """One listener in front of replicas on loopback ports; for Envoy's ``--config-yaml``.
+
+    ``quiet``: Envoy adds no headers of its own to answers, as some gateways have it.
+    """
+    router = _named("http.router", "router.v3.Router")
+    router["typed_config"] |= {"suppress_envoy_headers": quiet}
     filters = [
         _subset_filter(),
         _ext_proc_filter(fail_open),
         # After the picker's filter, which answers pass in the opposite order.
         _served_filter(),
-        _named("http.router", "router.v3.Router"),
+        router,
     ]
     manager = {
         "@type": _type("filters.network.http_connection_manager.v3.HttpConnectionManager"),

@@ -157,7 +157,7 @@ async def start(replicas: list[Replica], tmp_path: Path) -> AsyncIterator[Start]
     processes: list[asyncio.subprocess.Process] = []
     clients: list[httpx.AsyncClient] = []
 
-    async def started(picker_port: int, *, fail_open: bool = False) -> Setup:
+    async def started(picker_port: int, *, fail_open: bool = False, quiet: bool = False) -> Setup:
         port = GATEWAY.free_port()
         config = tmp_path / f"envoy-{port}.json"
         config.write_text(
@@ -167,6 +167,7 @@ async def start(replicas: list[Replica], tmp_path: Path) -> AsyncIterator[Start]
                     picker_port=picker_port,
                     replicas=[replica.port for replica in replicas],
                     fail_open=fail_open,
+                    quiet=quiet,
                 )
             )
         )
@@ -337,9 +338,16 @@ async def test_a_subset_hint_reaches_routing(envoy: Setup, routing) -> None:
     assert routing.asks[0].candidates == {only}
 
 
-async def test_a_dead_replica_is_told_and_a_busy_one_is_not(envoy: Setup, routing) -> None:
+@pytest.mark.parametrize("quiet", [False, True])
+async def test_a_dead_replica_is_told_and_a_busy_one_is_not(
+    start: Start, picker: Picker, routing, quiet: bool
+) -> None:
+    envoy = await start(picker.port, quiet=quiet)
     for replica in envoy.replicas:
         replica.status = b"503 Service Unavailable"
+        if quiet:
+            # As servers give it, but for this one.
+            replica.more = b"date: Mon, 30 Nov 2026 12:00:00 GMT\r\n"
     busy = await envoy.post(BODY)
     assert (busy.status_code, busy.json()["received"]) == (503, len(BODY) + 4)
     assert not (await routing.outcome()).unreachable
