@@ -142,7 +142,7 @@ class FairQueue(Generic[Seat]):
         group: Hashable = None,
         max_waiting: int | None = None,
     ) -> Turn[Seat]:
-        """Give the request its seat, at once where nobody waits and there is one.
+        """Give the request its seat, at once where nobody waits for the same and there is one.
 
         ``attempt`` takes a seat or returns None when there is none; it is called on the event
         loop, must not wait, and what it raises is raised here. ``group``: requests that want
@@ -153,18 +153,19 @@ class FairQueue(Generic[Seat]):
         Raises `RateLimited` when the tenant's own queue is full, and `Unavailable` when there
         is no seat within ``timeout_s`` seconds or no room to wait; both say when to come back.
         """
-        seat = self.seat_now(attempt)
-        if seat is not None:
-            return Turn(seat, 0.0, None)
+        if group not in self._heaps:
+            # Nobody waits for the same, so however short its queue it need not wait itself; where
+            # others want some of the same they go first.
+            self.pump()
+            seat = attempt()
+            if seat is not None:
+                return Turn(seat, 0.0, None)
         self._check_room(
             tenant, self.max_waiting_per_tenant if max_waiting is None else max_waiting
         )
         loop, began = asyncio.get_running_loop(), self._clock()
         waiter = _Waiter(tenant, max(tokens, 1), weight, attempt, group, loop.create_future())
-        first_of_group = self.waiting and group not in self._heaps
         found = self._push(waiter)
-        if first_of_group:
-            self.pump()
         future = waiter.future
         timer = loop.call_later(timeout_s, self._expire, waiter)
         try:

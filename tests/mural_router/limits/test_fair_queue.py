@@ -407,3 +407,45 @@ def test_counts_agree_and_nobody_is_lost_whatever_happens(
         assert sorted([*served, *fleet.released]) == sorted(fleet.taken)
 
     asyncio.run(play())
+
+
+async def test_a_seat_that_nobody_waits_for_is_taken_with_no_room_to_wait_for_one() -> None:
+    fleet = Fleet()
+    queue = make(fleet, max_waiting=1, max_waiting_per_tenant=1)
+    waiting = ask(queue, fleet, "busy.0", group="full")
+    await settled()
+    fleet.free["other"] += 3
+
+    for name, bound in (("acme.0", 0), ("busy.1", None), ("globex.0", None)):
+        turn = await ask(queue, fleet, name, group="other", max_waiting=bound)
+        assert turn.seat == name
+    with pytest.raises(RateLimited):
+        await ask(queue, fleet, "acme.1", group="other", max_waiting=0)
+    assert not waiting.done()
+    await grant(queue, fleet, 1, "full")
+    assert (await waiting).seat == "busy.0"
+
+
+async def test_who_waits_goes_before_another_group_that_wants_some_of_the_same() -> None:
+    fleet = Fleet()
+    queue = make(fleet)
+    waiting = ask(queue, fleet, "first.0")
+    await settled()
+
+    # It got free, and nobody was told.
+    fleet.free[None] += 1
+    came = asyncio.ensure_future(
+        queue.wait(
+            "late",
+            1.0,
+            1,
+            fleet.attempt("late.0"),
+            timeout_s=60,
+            release=fleet.released.append,
+            group="some",
+        )
+    )
+    await settled()
+    assert (fleet.taken, waiting.done(), came.done()) == (["first.0"], True, False)
+    await grant(queue, fleet, 1)
+    assert (await came).seat == "late.0"
