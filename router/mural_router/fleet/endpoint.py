@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Address", "Endpoint", "Engine"]
+__all__ = ["Address", "Endpoint", "Engine", "plain_authority"]
 
 Engine = Literal["mural", "vllm"]
 Address = tuple[str, int, bool]
@@ -39,3 +40,17 @@ class Endpoint:
         """``host:port`` as in a URL or a Host header."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+def plain_authority(text: str) -> str:
+    """Give ``host:port`` in one spelling, for comparing: an address of IPv6 can be written in many
+    ways, and one of IPv4 as one of them."""
+    if not text.startswith("["):
+        return text
+    host, _, port = text[1:].rpartition("]:")
+    try:
+        address = ipaddress.IPv6Address(host)
+    except ValueError:
+        return text
+    mapped = address.ipv4_mapped
+    return f"[{address}]:{port}" if mapped is None else f"{mapped}:{port}"

@@ -16,7 +16,7 @@ from envoy.service.ext_proc.v3.external_processor_pb2 import (
 )
 
 from mural_resolvers.errors import MuralError, TooLarge, Unavailable
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Endpoint, plain_authority
 from mural_router.http.errors import BadRequest, BrokenAnswer
 from mural_router.picker import messages
 from mural_router.picker.answer import AnswerReader
@@ -200,7 +200,9 @@ class PickerExchange:
             raise Unavailable("No replica could be reached.", retry_after_s=1.0)
         self._first_byte_s = self._loop.time() - self._arrived
         served = messages.served_by(message)
-        routed.answered(self._status, None if served == self._destination else served)
+        if served is not None and plain_authority(served) == plain_authority(self._destination):
+            served = None
+        routed.answered(self._status, served)
         if self._status == 401:
             # Told as it is, it would have the client look for a fault in its own key.
             log_unknown(routed.endpoint.name)

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Endpoint, plain_authority
 from mural_router.placement import (
     Base,
     Explanation,
@@ -176,7 +176,7 @@ class Dispatch:
 
     def names_of(self, authorities: frozenset[str]) -> frozenset[str]:
         """The replicas at some ``host:port``; unknown ones are left out."""
-        found = (self._by_authority.get(authority) for authority in authorities)
+        found = (self._by_authority.get(plain_authority(each)) for each in authorities)
         return frozenset(name for name in found if name is not None)
 
     # -- what became of it --------------------------------------------------------------------
@@ -194,7 +194,7 @@ class Dispatch:
         is really under way, for its `end`; None: nobody of the fleet has it."""
         self.end(attempt)
         self._metrics.choices[BY_GATEWAY] += 1
-        name = self._by_authority.get(authority)
+        name = self._by_authority.get(plain_authority(authority))
         endpoint = None if name is None else self.source.endpoint(name)
         if endpoint is None:
             return None
@@ -261,7 +261,7 @@ class Dispatch:
         for name in names:
             endpoint = self.source.endpoint(name)
             if endpoint is not None:
-                self._by_authority[endpoint.authority] = name
+                self._by_authority[plain_authority(endpoint.authority)] = name
         accepting = [fleet.replicas[i] for i in fleet.accepting]
         # 0 stands for unknown, which everything fits.
         self._least_rank = min((each.max_lora_rank or 1 << 30 for each in accepting), default=0)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 from made_up_fleet import Made, MadeUpFleet, done, resident
 
+from mural_router.fleet.endpoint import Endpoint
 from mural_router.routing.ask import Ask
 
 
@@ -67,3 +71,36 @@ async def test_an_upload_that_another_server_took_is_logged_so() -> None:
     assert dict(routed.answer_headers)["x-mural-replica"] == "192.0.2.99:1"
     (line,) = await made.logged()
     assert line["replica"] == "192.0.2.99:1"
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("2001:db8::1", "[2001:DB8:0:0:0:0:0:1]:8000"),
+        ("2001:DB8:0::1", "[2001:db8::1]:8000"),
+        ("10.0.0.9", "[::ffff:10.0.0.9]:8000"),
+        ("::ffff:10.0.0.9", "[::ffff:a00:9]:8000"),
+    ],
+)
+async def test_an_address_is_known_however_a_gateway_writes_it(host: str, said: str) -> None:
+    fleet = MadeUpFleet(resident("acme:v1"), {})
+    fleet.listening["b"] = Endpoint("b", host, 8000)
+    made = Made(fleet)
+    body = json.dumps({"model": "acme:v1", "prompt": "hello"}).encode()
+
+    only_b = Ask("/v1/completions", ("Bearer acme",), body, candidates=frozenset({said}))
+    routed = await made.routing.route(only_b)
+    assert routed.endpoint.name == "b"
+    done(routed)
+
+    routed = await made.ask("acme:v1")
+    assert routed.endpoint.name == "a"
+    routed.answered(200, said)
+    assert routed.endpoint.name == "b"
+    done(routed)
+
+
+@pytest.mark.parametrize("said", ["[::1", "[]:80", "[::1]", "[x]:80", "::1:80", ""])
+async def test_what_is_no_address_is_nobody_s(said: str) -> None:
+    made = Made(MadeUpFleet(resident("acme:v1")))
+    assert made.dispatch.names_of(frozenset({said})) == frozenset()
