@@ -305,7 +305,13 @@ def full_port() -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def authorities(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One, in place of the system's hundreds: reading those takes longer than a scenario."""
+    """One, in place of the system's hundreds: reading those takes longer than a scenario.
+
+    Beside it lies a key with its certificate for 127.0.0.1, ``server.pem``.
+    """
     path = tmp_path_factory.mktemp("tls") / "ca.pem"
-    trustme.CA().cert_pem.write_to_path(path)
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(path)
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_and_cert_chain_pem.write_to_path(path.with_name("server.pem"))
     return str(path)

@@ -9,10 +9,12 @@ import asyncio
 import dataclasses
 import json
 import re
+import ssl
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import msgspec
 
@@ -119,10 +121,12 @@ class ScriptedReplica:
         self.connections = 0
         self._writers: set[asyncio.StreamWriter] = set()
 
-    async def listen(self, name: str, engine: Engine) -> Endpoint:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+    async def listen(
+        self, name: str, engine: Engine, context: ssl.SSLContext | None = None
+    ) -> Endpoint:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
         port = self._server.sockets[0].getsockname()[1]
-        return Endpoint(name, "127.0.0.1", port, engine=engine)
+        return Endpoint(name, "127.0.0.1", port, engine=engine, tls=context is not None)
 
     def stop_listening(self) -> None:
         """Connections that are there stay."""
@@ -234,6 +238,8 @@ class Setting:
     limiter: Callable[[], object] | None = None
     queue_wait_s: float = 0.05
     warm: bool = True
+    tls: bool = False
+    """On both sides of the proxy."""
 
 
 class Ring:
@@ -281,6 +287,14 @@ class Here:
         self.express = express
         self.setting = setting
         tls = TlsSettings(replica_ca_file=authorities)
+        self.replica_context: ssl.SSLContext | None = None
+        self.client_context: ssl.SSLContext | None = None
+        if setting.tls:
+            server = str(Path(authorities).with_name("server.pem"))
+            tls = TlsSettings(replica_ca_file=authorities, certfile=server, keyfile=server)
+            self.replica_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self.replica_context.load_cert_chain(server)
+            self.client_context = ssl.create_default_context(cafile=authorities)
         self.http = msgspec.structs.replace(setting.http, tls=tls)
         self.now = 1000.0
         self.source = Source()
@@ -297,7 +311,9 @@ class Here:
         made = []
         for name, adapters in zip("abcdef", setting.replicas, strict=False):
             self.replicas[name] = ScriptedReplica()
-            source.endpoints[name] = await self.replicas[name].listen(name, setting.engine)
+            source.endpoints[name] = await self.replicas[name].listen(
+                name, setting.engine, self.replica_context
+            )
             reports = setting.engine == "mural"
             sizes = {"slots": 4, "max_num_seqs": 4, "max_lora_rank": 8} if reports else {}
             made.append(Replica(name, adapters=adapters, reports=reports, **sizes))
@@ -377,7 +393,9 @@ class Here:
         return self.proxy._server  # type: ignore[attr-defined]
 
     async def client(self) -> Client:
-        streams = await asyncio.open_connection("127.0.0.1", self.proxy.port, limit=1 << 22)
+        streams = await asyncio.open_connection(
+            "127.0.0.1", self.proxy.port, limit=1 << 22, ssl=self.client_context
+        )
         self._clients.append(Client(self.seen, *streams))
         return self._clients[-1]
 

@@ -492,6 +492,37 @@ async def the_only_replica_answers_nobody(here: Here) -> None:
     assert here.metrics.retries == {"replicas": 1}
 
 
+@scenario("whole", "whole", "unfolded", "unfolded", tls=True)
+async def tls_on_both_sides(here: Here) -> None:
+    client = await here.client()
+    for _ in range(2):
+        client.send(request())
+        assert (await client.answer()).startswith(b"HTTP/1.1 200")
+    events = [chunk(b'data: {"choices":[{"text":"%d"}]}\n\n' % at) for at in range(5)]
+    here.plays(says(EVENTS, *events, chunk(USAGE_EVENT), chunk(DONE_EVENT), LAST_CHUNK))
+    client.send(request(stream=True))
+    assert b"prompt_tokens" not in await client.answer()
+    # More than can be read at once, both there and back: not of the express way.
+    here.plays(says(whole(b'{"text":"%b"}' % (b"y" * 600_000))))
+    client.send(request(prompt="x" * 600_000))
+    assert b"y" * 600_000 in await client.answer()
+    here.plays(lose, lose)
+    client.send(request())
+    assert b"x-mural-replica: b\r\n" in await client.answer()
+    assert here.metrics.retries["made"] == 1
+    # The one to b was kept; a client that leaves ends its replica's work.
+    ended = asyncio.Event()
+
+    async def leaves(turn: Turn) -> None:
+        client.leave()
+        await turn.until_closed()
+        ended.set()
+
+    here.plays(leaves)
+    client.send(request(n=2))
+    await asyncio.wait_for(ended.wait(), BOUND_S)
+
+
 # -- clients --------------------------------------------------------------------------------------
 
 
