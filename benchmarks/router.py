@@ -74,7 +74,7 @@ def measure(kind: str, sut: Sut, key: Key, row: Row, arguments: argparse.Namespa
     """One load on one router."""
     load(sut, key, "short", "--seconds", "0.3")
     seconds = str(arguments.seconds)
-    if kind in ("short", "ingress", "listed", "burst"):
+    if kind in ("short", "apart", "ingress", "listed", "burst"):
         report, spent = load(sut, key, kind, "--seconds", seconds)
         row.add(f"{kind} CPU", spent / report["requests"] * 1e6)
         if kind == "short":
@@ -105,6 +105,7 @@ def counts(port: int) -> tuple[int, int]:
 COLUMNS = {
     "short CPU": "short: CPU µs",
     "short rate": "req/s",
+    "apart CPU": "head alone: CPU µs",
     "ingress CPU": "behind an ingress: CPU µs",
     "listed CPU": "prompt in a list: CPU µs",
     "burst CPU": "32 chunks at once: CPU µs",

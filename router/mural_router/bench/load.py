@@ -23,9 +23,10 @@ _LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)", re.IGNORECASE)
 _STATUS_200: Final = b"HTTP/1.1 200"
 _END: Final = b"0\r\n\r\n"
 
-KINDS: Final = ("short", "ingress", "listed", "burst", "rate", "streams")
-"""Short requests as fast as they go: plain, with the fields that an ingress adds, and with their
-prompt in a list; 32 chunks at once; short requests at a rate; streams at a pace."""
+KINDS: Final = ("short", "apart", "ingress", "listed", "burst", "rate", "streams")
+"""Short requests as fast as they go: plain, with an answer whose head comes alone, with the fields
+that an ingress adds, and with their prompt in a list; 32 chunks at once; short requests at a rate;
+streams at a pace."""
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -272,7 +273,8 @@ def _request(kind: str, prompt: str, number: int, key: str) -> bytes:
 
 async def _run(arguments: argparse.Namespace) -> dict[str, object]:
     paced = f"paced:{arguments.pace_s}:{int(arguments.seconds / arguments.pace_s)}:"
-    prompt = {"burst": "burst ", "streams": paced}.get(arguments.kind, "short ")
+    prompts = {"burst": "burst ", "apart": "apart ", "streams": paced}
+    prompt = prompts.get(arguments.kind, "short ")
     requests = [_request(arguments.kind, prompt, i, arguments.key) for i in range(64)]
     if arguments.kind == "streams":
         streams = _Streams(arguments.port, requests)

@@ -2,7 +2,8 @@
 
 It speaks what a router asks of a vLLM pod (``/health``, ``/metrics``, ``/v1/models``) and answers
 inference with fixed bytes. The prompt's first word says how: ``burst`` gives 32 events at once,
-``paced:SECONDS:EVENTS`` a stream, anything else one JSON.
+``paced:SECONDS:EVENTS`` a stream, ``apart`` one JSON after its head has gone (as servers on asyncio
+send it), anything else one JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _JSON: Final = _answer(
     b'{"id":"cmpl-1","object":"text_completion","created":1,"model":"m","choices":[{"index":0,'
     b'"text":"' + b"word " * 16 + b'","finish_reason":"length"}],' + _USAGE + b"}"
 )
+_JSON_HEAD: Final = _JSON[: _JSON.index(b"\r\n\r\n") + 4]
 _HEAD: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
     b"transfer-encoding: chunked\r\n\r\n"
@@ -118,11 +120,16 @@ class _Replica(asyncio.Protocol):
         if b'"burst' in body:
             self._transport.write(_BURST + last + LAST_CHUNK)
             return
+        loop = asyncio.get_running_loop()
+        if b'"apart' in body:
+            self._transport.write(_JSON_HEAD)
+            # What is written in one turn of the loop leaves together.
+            loop.call_soon(self._transport.write, _JSON[len(_JSON_HEAD) :])
+            return
         paced = _PACED.search(body)
         if paced is None:
             self._transport.write(_JSON)
             return
-        loop = asyncio.get_running_loop()
         self._pace(loop, loop.time(), float(paced[1]), int(paced[2]), _HEAD, last)
 
     def _pace(

@@ -33,7 +33,7 @@ def test_every_kind_of_load_is_answered(tmp_path: Path, name: str) -> None:
         burst = load(sut, key, "burst", "--connections", "2", "--seconds", "0.2")
         others = [
             load(sut, key, kind, "--connections", "4", "--seconds", "0.1")
-            for kind in ("ingress", "listed")
+            for kind in ("apart", "ingress", "listed")
         ]
         rate = load(sut, key, "rate", "--rate", "50", "--seconds", "0.4")
         paced = ("--connections", "5", "--seconds", "2", "--pace-s", "0.05", "--opening-s", "0.1")
