@@ -23,8 +23,25 @@ import pytest
 
 if TYPE_CHECKING:
     import psutil
+    from xdist.remote import Producer
+    from xdist.scheduler import LoadScopeScheduling
 
 TinyModel = Callable[[str], Path]
+END_TO_END = "tests/e2e/"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
+    """``--dist loadfile``, but that files that share a fleet of servers run in one process."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFleet(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return END_TO_END if nodeid.startswith(END_TO_END) else super()._split_scope(nodeid)
+
+    return ByFleet(config, log)
 
 
 @cache

@@ -1,4 +1,7 @@
-"""A fleet on this machine: real `mural serve` replicas, real `mural route` in front of them."""
+"""A fleet on this machine: real `mural serve` replicas, real `mural route` in front of them.
+
+The replicas are the same for all the files here, since each takes its seconds to start.
+"""
 
 from __future__ import annotations
 
@@ -222,7 +225,7 @@ def oracle(tiny_model: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return Oracle(tiny_model("llama"), tmp_path_factory.mktemp("peft"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def fleet_store(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Path:
     """v1 to v3 of two tenants (seeds 1 to 3), as a store that replicas and router share."""
     root = tmp_path_factory.mktemp("store")
@@ -232,11 +235,11 @@ def fleet_store(tmp_path_factory: pytest.TempPathFactory, oracle: Oracle) -> Pat
     return root
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def start_replica(
     tiny_model: Callable[[str], Path], fleet_store: Path
 ) -> Iterator[Callable[..., Replica]]:
-    """Start a replica of the tiny model; all are ended after the module."""
+    """Start a replica of the tiny model; all are ended after the session."""
     with ExitStack() as held:
 
         def start(*flags: str) -> Replica:
@@ -253,10 +256,13 @@ def start_replica(
         yield start
 
 
-@pytest.fixture(scope="module")
-def replicas(start_replica: Callable[..., Replica]) -> list[Replica]:
-    """Two of them, started side by side."""
-    both = [start_replica(), start_replica()]
+@pytest.fixture(scope="session")
+def replicas(
+    start_replica: Callable[..., Replica], tmp_path_factory: pytest.TempPathFactory
+) -> list[Replica]:
+    """Two of them, started side by side; the first takes uploads."""
+    uploads = tmp_path_factory.mktemp("uploads")
+    both = [start_replica("--upload-store", str(uploads)), start_replica()]
     for replica in both:
         replica.wait()
     return both

@@ -33,14 +33,6 @@ spec: {{tenant: acme, alias: stable, versions: [{{version: VERSION}}]}}
 """
 
 
-@pytest.fixture(scope="module")
-def uploading(start_replica, tmp_path_factory):
-    """A server that takes uploads."""
-    replica = start_replica("--upload-store", str(tmp_path_factory.mktemp("uploads")))
-    replica.wait()
-    return replica
-
-
 class Routed:
     """The router, asked by the tenant and by the admin."""
 
@@ -63,10 +55,11 @@ class Routed:
 
 
 @pytest.fixture
-def routed(uploading, start_router, tmp_path) -> Routed:
+def routed(running, start_router, tmp_path) -> Routed:
+    """Before the one server that takes uploads."""
     objects = tmp_path / "objects.yaml"
     objects.write_text(OBJECTS.replace("VERSION", "v1"))
-    flags = ("--replica", uploading.flag, "--objects", str(objects))
+    flags = ("--replica", running[0].flag, "--objects", str(objects))
     return Routed(start_router(*flags, environment={"MURAL_API_KEY": ADMIN}), objects)
 
 
