@@ -32,8 +32,9 @@ native: ## Build anew what is native: CPU operators, the router's reader (half a
 demo: $(STAMP) ## Serve SmolLM2 from two servers behind a router and show what happened
 	@$(BIN)/python examples/demo.py
 
-# One thread a worker: teams of several spin against each other on a small machine.
-TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+# One thread a worker: teams of several spin against each other on a small machine. What is compiled
+# is kept, whatever is set outside: the suite starts hundreds of processes.
+TEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n auto --dist loadfile
 
 test: $(STAMP) ## Run the test suite on its sampled matrix (some minutes on 2 cores)
 	@$(TEST)
