@@ -10,10 +10,12 @@
 --
 -- A router's call has a number. A call that came already (its answer was lost) is answered as
 -- it was and changes nothing; one that follows no call known here says that something was
--- lost, and the router is asked to tell everything again.
+-- lost, and the router is asked to tell everything again. So it is with books of a time to come:
+-- the store's clock went back, and what they count would not leave until that time is over.
 
 local WINDOW_S = 60
 local REMEMBER_S = 130
+local CLOCK_ERROR_S = 2  -- a clock that is put right by less changes nothing
 
 local OK, LOST = 0, 1
 
@@ -27,6 +29,13 @@ local oldest = second - WINDOW_S
 -- Who shares the limits.
 local routers, kept = 0, 1
 local known = redis.call('HGETALL', KEYS[1])
+for i = 2, #known, 2 do
+  if cmsgpack.unpack(known[i])[2] > now + CLOCK_ERROR_S then
+    redis.call('DEL', KEYS[1])
+    known = {}
+    break
+  end
+end
 for i = 1, #known, 2 do
   local number, seen = unpack(cmsgpack.unpack(known[i + 1]))
   if known[i] == me then
@@ -51,7 +60,7 @@ end
 local function wait_s(key, first, total, limit, amount, which)
   local bound = math.max(0, limit - amount)
   local fields = {}
-  for s = first, second do fields[#fields + 1] = s end
+  for s = first, second + CLOCK_ERROR_S do fields[#fields + 1] = s end
   local cells = redis.call('HMGET', key, unpack(fields))
   for i = 1, #fields do
     if cells[i] then
@@ -79,6 +88,13 @@ local function account(key, call)
   end
   local stored = redis.call('HMGET', key, 'm', 'r')
   local all = stored[2] and cmsgpack.unpack(stored[2]) or {}
+  for _, last in pairs(all) do
+    if last[7] > now + CLOCK_ERROR_S then
+      redis.call('DEL', key)
+      stored, all = {}, {}
+      break
+    end
+  end
   local mine = all[me]
   if mine and mine[1] == sequence then
     return {OK, mine[2], mine[3], mine[4], mine[5], 0, 0}
