@@ -23,7 +23,14 @@ from typing import Final
 
 import msgspec
 
-from mural_resolvers.errors import AdapterNotFound, MuralError, Unavailable, UnusableAdapter, quoted
+from mural_resolvers.errors import (
+    AdapterNotFound,
+    Forbidden,
+    MuralError,
+    Unavailable,
+    UnusableAdapter,
+    quoted,
+)
 from mural_resolvers.names import LATEST, AdapterName
 from mural_resolvers.store import AdapterStore, Aliases
 from mural_resolvers.versions import AliasTarget, highest_version, pick_target
@@ -180,6 +187,9 @@ class Versions:
         """Look-ups that began after the last change that is known of."""
         self._all_flights: set[asyncio.Task[None]] = set()
         self._down_until = -math.inf
+        """The source is asked for nothing before."""
+        self._unreadable: OrderedDict[tuple[str, str], float] = OrderedDict()
+        """Adapters whose own records are none, and until when they are not asked for."""
         self._turns = asyncio.Semaphore(MAX_REFRESHES)
         self.failed = 0
         """Look-ups that a source could not answer."""
@@ -213,6 +223,8 @@ class Versions:
         """
         for key in [key for key in self._known if key[0] == tenant]:
             self._known[key] = _Answer(self._known[key].versions, -math.inf)
+        for key in [key for key in self._unreadable if key[0] == tenant]:
+            del self._unreadable[key]
         # They may have read what was there before.
         for key in [key for key in self._flights if key[0] == tenant]:
             del self._flights[key]
@@ -262,7 +274,7 @@ class Versions:
         if answer is not None and age < self.settings.ttl_s:
             self._known.move_to_end(key)
             return answer.versions
-        if now < self._down_until:
+        if now < max(self._down_until, self._unreadable.get(key, -math.inf)):
             return self._whatever_is_known(key)
         flight = self._flights.get(key) or self._refresh(key)
         if answer is not None and age < 2 * self.settings.ttl_s:
@@ -293,25 +305,38 @@ class Versions:
         try:
             async with self._turns, asyncio.timeout(10 * self.settings.timeout_s):
                 versions = await self._source.read(*key)
-        except (MuralError, OSError) as error:
+        except (Unavailable, Forbidden, OSError) as error:
+            self._leave_alone()
             self._fail(key, str(error) or "no answer in time")
+            return
+        except MuralError as error:
+            # What is written down of this adapter is none, which is nobody else's trouble.
+            self._unreadable[key] = self._clock() + DOWN_S
+            while len(self._unreadable) > self.settings.max_adapters:
+                self._unreadable.popitem(last=False)
+            self._fail(key, error.message)
             return
         except Exception:
             # Whatever a store's client raises, what is known must go on being served.
             logger.exception("versions could not be looked up")
+            self._leave_alone()
             self._fail(key, "an unexpected error")
             return
         self._down_until = -math.inf
+        self._unreadable.pop(key, None)
         if self._flights.get(key) is asyncio.current_task():
             self._keep(key, _Answer(versions, self._clock()))
         elif key not in self._known:
             # Better than nothing, for as long as nothing newer comes.
             self._keep(key, _Answer(versions, -math.inf))
 
-    def _fail(self, key: tuple[str, str], reason: str) -> None:
-        """Go by what is known, and leave the source alone for a while."""
-        self.failed += 1
+    def _leave_alone(self) -> None:
+        """The source is down: ask it for nobody's adapters for a while."""
         self._down_until = self._clock() + DOWN_S
+
+    def _fail(self, key: tuple[str, str], reason: str) -> None:
+        """Go by what is known."""
+        self.failed += 1
         logger.warning("the versions of %s/%s cannot be looked up: %s", *key, reason)
 
     def _keep(self, key: tuple[str, str], answer: _Answer) -> None:

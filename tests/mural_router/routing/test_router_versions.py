@@ -193,6 +193,30 @@ async def test_a_source_that_is_down_leaves_what_is_known_in_force_and_is_left_a
     assert (await versions.resolve(parse_name("globex:v1"))).name.version == "v1"
 
 
+async def test_an_adapter_whose_own_record_is_none_is_left_alone_and_nobody_else(
+    tmp_path: Path,
+) -> None:
+    for tenant in ("acme", "globex"):
+        shutil.copytree(ADAPTER, tmp_path / tenant / "default" / "v1")
+    (tmp_path / "acme/default/_aliases.json").write_text("{")
+    clock = Clock()
+    store = StoreVersions(DirectoryStore(tmp_path))
+    versions = Versions(store, VersionSettings(ttl_s=5.0, timeout_s=10.0), clock=clock)
+    for _ in range(3):
+        with pytest.raises(Unavailable):
+            await versions.resolve(parse_name("acme:stable"))
+    assert versions.failed == 1
+    assert (await versions.resolve(parse_name("globex"))).name.version == "v1"
+
+    # Put right through the router it is asked for at once, and else soon.
+    (tmp_path / "acme/default/_aliases.json").unlink()
+    with pytest.raises(Unavailable):
+        await versions.resolve(parse_name("acme"))
+    versions.changed("acme")
+    assert (await versions.resolve(parse_name("acme"))).name.version == "v1"
+    await versions.close()
+
+
 async def test_a_source_that_never_answers_is_waited_for_within_a_bound() -> None:
     source = Source({})
     source.hold.clear()
