@@ -62,6 +62,7 @@ class FleetView:
         self._subscribers: list[Subscriber] = []
         self._found = False
         self._published_s = float("-inf")
+        self._telling = False
         self._pending: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -165,8 +166,12 @@ class FleetView:
             self._pending = loop.call_at(max(due, loop.time()), self._publish)
 
     def publish_now(self) -> None:
-        """Take into the fleet at once what is known and was to come with it soon."""
-        if self._pending is not None:
+        """Take into the fleet at once what is known and was to come with it soon.
+
+        Amid the telling of a fleet it stays with soon: what is told of hundreds of replicas that
+        are cut off together may say of each that nobody answered there.
+        """
+        if self._pending is not None and not self._telling:
             self._pending.cancel()
             self._publish()
 
@@ -183,11 +188,13 @@ class FleetView:
             # The same object as long as it is the same: what was decided by it is kept.
             self.base = base
         self.fleet = Fleet(tuple(member.replica(self.base) for member in members))
+        self._telling = True
         for subscriber in tuple(self._subscribers):
             try:
                 subscriber(self.fleet)
             except Exception:
                 log.exception("a subscriber of the fleet failed")
+        self._telling = False
 
     def _context_of(self, endpoint: Endpoint) -> TlsContext:
         return lambda: self._ssl if endpoint.tls else None

@@ -10,8 +10,10 @@ from dataclasses import replace
 import pytest
 import trustme
 
+from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follow import MuralFollower
 from mural_router.fleet.member import Member
+from mural_router.fleet.static import StaticDiscovery
 from mural_router.fleet.view import FleetSettings, FleetView
 from mural_router.placement import Fleet, Residency
 from mural_server.protocol import ControlClient
@@ -360,3 +362,32 @@ async def test_while_a_token_is_renewed_a_server_may_know_either(
     server = await start_server(control_token=servers)
     found.sets.put_nowait((endpoint_of(server),))
     await watched.replica("a", lambda one: not one.stale)
+
+
+async def test_what_is_said_of_hundreds_while_a_fleet_is_told_is_told_after_it(monkeypatch):
+    """A network that is cut has each replica suspected while it is told that all are silent."""
+
+    class Idle:
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(FleetView, "_follower", lambda *_: Idle())
+    endpoints = tuple(Endpoint(f"r{each}", "127.0.0.1", 1 + each) for each in range(300))
+    discovery = StaticDiscovery(endpoints)
+    view = FleetView(discovery, FleetSettings())
+    told: list[str] = []
+
+    def suspect_all(fleet: Fleet) -> None:
+        told.append("begins")
+        for replica in fleet.replicas:
+            view.suspect(replica.name)
+        told.append("ends")
+
+    view.subscribe(suspect_all)
+    running = asyncio.create_task(view.run())
+    async with asyncio.timeout(20):
+        while len(told) < 4:  # noqa: ASYNC110 - its own callbacks are what is looked at
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert told[:4] == ["begins", "ends", "begins", "ends"]
