@@ -45,7 +45,7 @@ def parse_endpoint(text: str) -> Endpoint:
     """
     url, options = split_options(text, OPTIONS)
     parts = _url(text, url)
-    host, tls = parts.hostname or "", parts.scheme == "https"
+    host, tls = _host(text, parts), parts.scheme == "https"
     port = url_port(text, parts) or DEFAULT_PORTS[parts.scheme]
     engine = read_engine(text, options.get("engine", "mural"))
     control_port: int | None = None
@@ -71,3 +71,11 @@ def _url(text: str, url: str) -> SplitResult:
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{text!r}: a replica is a host and a port, nothing more")
     return parts
+
+
+def _host(text: str, parts: SplitResult) -> str:
+    """As it is looked up and stands in a Host header: in ASCII."""
+    try:
+        return (parts.hostname or "").encode("idna").decode("ascii")
+    except UnicodeError:
+        raise ValueError(f"{text!r}: this is no host's name") from None

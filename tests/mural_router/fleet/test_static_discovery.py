@@ -18,6 +18,15 @@ from mural_router.fleet.static import StaticDiscovery, parse_endpoint
             Endpoint(name="a:8000", host="a", port=8000, control_port=8001),
         ),
         (
+            "http://m\u00fcnchen.example:8000,engine=vllm",
+            Endpoint(
+                name="xn--mnchen-3ya.example:8000",
+                host="xn--mnchen-3ya.example",
+                port=8000,
+                engine="vllm",
+            ),
+        ),
+        (
             "https://a,name=first,control=9,weight=2.5",
             Endpoint(name="first", host="a", port=443, control_port=9, tls=True, weight=2.5),
         ),
@@ -40,6 +49,8 @@ def test_a_replica_is_a_url_with_options(text, endpoint):
         "http://:8000",
         "http://a:port",
         "http://a:99999",
+        "http://a..b:8000",
+        f"http://{'a' * 64}.b:8000",
         "http://user:secret@a:8000",
         "http://a:8000/v1",
         "http://a:8000?x=1",
