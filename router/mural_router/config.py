@@ -83,6 +83,9 @@ class Config:
         assert self._path is not None
         try:
             raw = await asyncio.to_thread(read_config, self._path)
+            if not raw and self._taken != _fingerprint(raw):
+                # As a full disk leaves one. Whoever means it starts the router anew.
+                raise InvalidInput(f"{self._path} says nothing any more.")
         except InvalidInput as error:
             self._refuse("", error)
             return

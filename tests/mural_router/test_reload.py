@@ -139,6 +139,21 @@ async def test_an_error_in_the_file_or_in_what_it_names_changes_nothing(
     await names(router, "second", "third")
 
 
+async def test_a_file_that_says_nothing_any_more_takes_no_replica_away(
+    router: Router, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for nothing in ("", "# as a full disk leaves it\n"):
+        for _ in range(2):
+            await reload(router, tmp_path, nothing)
+    numbers = router.config.numbers
+    assert (numbers.reloads, numbers.refused, numbers.stale) == (0, 1, True)
+    assert caplog.text.count("says nothing any more") == 1
+    assert router.config.settings.replicas
+    assert router.breakers.settings == BreakerSettings(failures=3)
+    await reload(router, tmp_path, FIRST)
+    assert not numbers.stale
+
+
 async def test_replicas_that_cannot_be_looked_for_change_nothing(router: Router) -> None:
     changed = msgspec.structs.replace(
         router.config.settings, queue=Queueing(wait_s=1), replicas=("ftp://nobody",)
