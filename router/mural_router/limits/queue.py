@@ -296,7 +296,8 @@ class FairQueue(Generic[Seat]):
         if own >= most:
             self._full += 1
             raise RateLimited(
-                f"This tenant has {own} requests waiting already, as many as may.",
+                "There is no capacity, and as many of this tenant's requests wait for it as may: "
+                f"{most}.",
                 retry_after_s=self._retry_s(),
             )
         if self.waiting < self.max_waiting:

@@ -245,7 +245,7 @@ async def test_a_tenant_may_have_a_queue_length_of_its_own(own: int | None, held
     await settled()
     assert queue.snapshot().longest == held
 
-    with pytest.raises(RateLimited, match=f"has {held} requests waiting") as caught:
+    with pytest.raises(RateLimited, match=f"wait for it as may: {held}") as caught:
         await ask(queue, fleet, "acme.more", max_waiting=own)
 
     assert caught.value.retry_after_s
@@ -419,7 +419,7 @@ async def test_a_seat_that_nobody_waits_for_is_taken_with_no_room_to_wait_for_on
     for name, bound in (("acme.0", 0), ("busy.1", None), ("globex.0", None)):
         turn = await ask(queue, fleet, name, group="other", max_waiting=bound)
         assert turn.seat == name
-    with pytest.raises(RateLimited):
+    with pytest.raises(RateLimited, match=r"There is no capacity, and as many .* as may: 0"):
         await ask(queue, fleet, "acme.1", group="other", max_waiting=0)
     assert not waiting.done()
     await grant(queue, fleet, 1, "full")

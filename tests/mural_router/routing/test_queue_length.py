@@ -28,7 +28,7 @@ async def test_a_tenants_own_queue_length_holds_in_place_of_the_routers():
         async with asyncio.timeout(BOUND_S):
             while made.queue.snapshot().waiting < len(asking):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0)
-        with pytest.raises(RateLimited, match=f"has {waits} requests waiting") as caught:
+        with pytest.raises(RateLimited, match=f"wait for it as may: {waits}") as caught:
             await made.ask(f"{tenant}:v3", tenant)
         assert caught.value.retry_after_s
 
