@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -28,7 +28,7 @@ class _Target(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
 
 
-_Form = dict[str, dict[str, list[_Target]]]
+T = TypeVar("T")
 
 
 def parse_aliases_file(data: bytes) -> _InForce:
@@ -38,15 +38,17 @@ def parse_aliases_file(data: bytes) -> _InForce:
     """
     if len(data) > MAX_FILE_BYTES:
         raise InvalidInput(f"The aliases file is larger than {MAX_FILE_BYTES} bytes.")
-    try:
-        form = msgspec.convert(parse_yaml(data) or {}, _Form, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"The aliases file: {error}.") from None
+    form = _read("The aliases file", parse_yaml(data) or {}, dict[str, object])
     found: dict[tuple[str, str], Aliases] = {}
-    for text, aliases in form.items():
+    for text, fields in form.items():
         if ":" in text:
             raise InvalidInput(f"The aliases file: {text[:80]} is no adapter, but a version.")
         name = parse_name(text)
+        where = f"The aliases file, {text[:80]}"
+        aliases = {
+            alias: _read(f"{where}, {alias[:80]}", targets, list[_Target])
+            for alias, targets in _read(where, fields, dict[str, object]).items()
+        }
         for alias, targets in aliases.items():
             for target in targets:
                 if target.version in aliases:
@@ -60,6 +62,14 @@ def parse_aliases_file(data: bytes) -> _InForce:
         except UnusableAdapter as error:
             raise InvalidInput(f"The aliases file, {name.tenant}: {error.message}") from None
     return found
+
+
+def _read(where: str, value: object, kind: type[T]) -> T:
+    """Read one level: msgspec's own place has no names of adapters and aliases."""
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"{where}: {error}.") from None
 
 
 def _targets(aliases: dict[str, list[_Target]]) -> Aliases:

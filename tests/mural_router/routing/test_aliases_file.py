@@ -46,6 +46,14 @@ def test_anything_else_is_refused(data):
         parse_aliases_file(data)
 
 
+def test_the_refusal_names_the_adapter_and_the_alias():
+    data = b"acme/sql: {stable: [{version: v1}], canary: [{version: v1, wieght: 1}]}"
+    with pytest.raises(MuralError, match=r"acme/sql, canary: .*wieght"):
+        parse_aliases_file(data)
+    with pytest.raises(MuralError, match="acme/sql: Expected `object`"):
+        parse_aliases_file(b"acme/sql: 5")
+
+
 async def settle(file: AliasesFile) -> None:
     """A content is taken when it was seen twice."""
     await file.poll()
