@@ -257,13 +257,15 @@ async def test_a_process_goes_by_its_changed_file_and_not_by_a_broken_one(tmp_pa
 
             await ask()
             assert (one.answered, two.answered) == (1, 0)
-            write(two.endpoint)
+            write(f"{two.endpoint},weight=2")
             await here.says("(settings reloaded)")
             async with asyncio.timeout(BOUND_S):
                 while not two.answered:
                     await ask()
             before = one.answered
             assert not stale(await client.get(f"{admin}/metrics"))
+            told = (await client.get(f"{admin}/debug/fleet")).json()["replicas"]
+            assert [replica["weight"] for replica in told] == [2.0]
             write(one.endpoint, "queue: {wait_s: never}\n")
             assert "queue.wait_s" in await here.says("(settings are refused.*)")
             for _ in range(3):

@@ -91,6 +91,7 @@ def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, obje
         "name": name,
         "engine": member.endpoint.engine,
         "address": member.endpoint.authority,
+        "weight": member.endpoint.weight,
         "ready": replica.ready,
         "why_not_ready": member.why_not_ready,
         "stale": replica.stale,
