@@ -100,7 +100,7 @@ class RouterMetrics:
     choices: Counter[str] = field(default_factory=Counter)
     retries: Counter[str] = field(default_factory=Counter)
     """``made``, or why not: ``attempts``, ``budget``, ``replicas``."""
-    express: Counter[str] = field(default_factory=Counter)
+    express: Counter[str] = field(default_factory=lambda: Counter(whole=0, unfolded=0, refused=0))
     """Of the express way: ``whole``, ``unfolded`` into an ordinary request, or ``refused``."""
     replicas: dict[str, ReplicaNumbers] = field(default_factory=dict)
     request_s: Distribution = field(default_factory=Distribution)

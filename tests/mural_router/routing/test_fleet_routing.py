@@ -25,6 +25,7 @@ from mural_resolvers.tracing import open_tracing
 from mural_router.placement import Base, Residency
 from mural_router.routing.ask import Ask, request_id_of
 from mural_router.routing.identity import Authenticator
+from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.options import RoutingOptions
 from mural_router.routing.target import Targets
 from mural_router.routing.versions import Versions
@@ -315,6 +316,12 @@ async def test_names_that_somebody_makes_up_take_no_labels():
     assert [name for name, _ in made.metrics.adapters()] == ["acme:v3", "other"]
     text = made.metrics.exposition().decode()
     assert 'mural_router_adapter_requests_total{adapter="other",outcome="client_error"} 300' in text
+
+
+def test_the_express_way_is_counted_before_it_was_used():
+    text = RouterMetrics().exposition().decode()
+    for outcome in ("whole", "unfolded", "refused"):
+        assert f'mural_router_express_total{{outcome="{outcome}"}} 0.0' in text
 
 
 async def test_two_routers_that_see_one_fleet_choose_alike():
