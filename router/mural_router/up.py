@@ -81,7 +81,10 @@ class UpCommand:
             help="more flags of mural serve, in one text: '--max-loras 4 --dtype float32'",
         )
         parser.add_argument(
-            "--route-flags", metavar="FLAGS", help="and of mural route: '--no-access-log'"
+            "--route-flags",
+            metavar="FLAGS",
+            help="and of mural route; with =, which one flag alone needs: "
+            "--route-flags=--no-access-log",
         )
 
     def run(self, args: argparse.Namespace) -> int:
