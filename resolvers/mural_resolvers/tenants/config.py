@@ -48,6 +48,9 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SOURCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _PUBLIC = re.compile(r"[a-z0-9._*?-]{1,63}(:[A-Za-z0-9._*?-]{1,128})?")
 
+_NO_SCALAR = re.compile(r"Expected `(int|float|bool)(?: \| null)?`, got `str`")
+_WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
 T = TypeVar("T")
 
 
@@ -205,6 +208,9 @@ def _convert(where: str, fields: Mapping[str, object], kind: type[T]) -> T:
 def _with_place(message: str) -> str:
     """msgspec tells the place last, as ``- at `$.tenants[0].weight```, and never the value."""
     problem, found, place = message.rpartition(" - at `$")
+    if wrong := _NO_SCALAR.fullmatch(problem):
+        # Every scalar of a file is a text, so that it is one says nothing.
+        problem = f"{_WANTED[wrong[1]]} is wanted"
     if not found:
         return f"{message.replace('`', '')}."
     where = place.rstrip("`").lstrip(".")
