@@ -482,7 +482,8 @@ def log() -> Iterator[io.StringIO]:
     logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("text", SETTINGS)
+# Keys are drawn anew in each process, and no name of a test may hold one.
+@pytest.mark.parametrize("text", SETTINGS, ids=[f"settings{at}" for at in range(len(SETTINGS))])
 async def test_settings_that_are_refused_are_told_without_what_they_hold(
     text: str, tmp_path: Path, log: io.StringIO, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -514,7 +515,7 @@ TENANTS = (
 )
 
 
-@pytest.mark.parametrize("text", TENANTS)
+@pytest.mark.parametrize("text", TENANTS, ids=[f"tenants{at}" for at in range(len(TENANTS))])
 async def test_tenants_that_are_refused_are_told_without_their_keys(
     text: str, tmp_path: Path, log: io.StringIO
 ) -> None:

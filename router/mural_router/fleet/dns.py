@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -155,6 +156,14 @@ def _ttl_s(answer: dns.resolver.Answer) -> float:
     return float(answer.rrset.ttl) if answer.rrset is not None else MIN_TTL_S
 
 
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def parse_dns(text: str) -> DnsPlace:
     """Read ``dns://name:port`` or ``dns+srv://_http._tcp.name``, with options.
 
@@ -165,6 +174,8 @@ def parse_dns(text: str) -> DnsPlace:
     parts = urlsplit(url)
     if parts.scheme not in ("dns", "dns+srv") or not parts.hostname:
         raise ValueError(f"{text!r} is not dns://name:port or dns+srv://_service._tcp.name")
+    if _is_address(parts.hostname):
+        raise ValueError(f"{text!r}: an address needs no look-up; say http://{parts.netloc}")
     if parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc:
         raise ValueError(f"{text!r}: it is a name and a port, nothing more")
     port = url_port(text, parts)

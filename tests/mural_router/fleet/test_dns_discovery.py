@@ -189,6 +189,12 @@ def test_what_is_no_name_is_refused(text):
         parse_dns(text)
 
 
+@pytest.mark.parametrize("text", ["dns://10.0.0.1:80", "dns://[::1]:80,weight=2"])
+def test_an_address_is_refused_with_the_form_that_it_has(text):
+    with pytest.raises(ValueError, match="needs no look-up; say http://"):
+        parse_dns(text)
+
+
 def test_a_name_that_dns_cannot_hold_is_refused():
     with pytest.raises(ValueError, match="label"):
         DnsDiscovery(DnsPlace("x" * 70, 8000))

@@ -10,6 +10,7 @@ import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from express_stage import (
@@ -48,6 +49,7 @@ from mural_router.http.scan import plain_request
 from mural_router.http.settings import HttpSettings
 from mural_router.limits.local import LocalLimiter
 from mural_router.placement import Base, PlacementPolicy, Residency
+from mural_router.proxy import express
 from mural_router.proxy.express import _Express
 from mural_router.proxy.relay import InferenceRelay
 from mural_router.routing.dispatch import Attempt
@@ -1324,3 +1326,12 @@ async def test_a_body_is_kept_once_when_its_answer_comes_in_pieces(here: Here) -
     assert (exchange._data, exchange.body) == (b"", request(stream=True).partition(b"\r\n\r\n")[2])
     go.set()
     await client.reader.readuntil(LAST_CHUNK)
+
+
+def test_a_router_without_the_native_reader_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(express, "plain_request", None)
+    routing = SimpleNamespace(express=object())
+    assert express.open_express_lane(HttpSettings(), routing, None) is None  # type: ignore[arg-type] # not asked
+    assert "the native reader was not built" in caplog.text
