@@ -10,8 +10,9 @@ __all__ = ["JsonRefused", "JsonValue", "parse_object"]
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 
-# Possessive, and it also matches a string that never ends: no byte is looked at twice.
-_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.?)*+(?:"|\Z)', re.DOTALL)
+# One string that never ends, too. Outside of strings the parser reads up to the first escape only.
+_ESCAPES = re.compile(rb"\\.?", re.DOTALL)
+_STRINGS = re.compile(rb'"[^"]*+"?')
 _BRACKETS = re.compile(rb"[\[\]{}]")
 _MAX_INT_DIGITS = 19
 
@@ -48,7 +49,7 @@ def parse_object(data: bytes, *, max_bytes: int, max_depth: int) -> dict[str, Js
 
 def _check_depth(data: bytes, max_depth: int) -> None:
     depth = 0
-    for bracket in _BRACKETS.finditer(_STRINGS.sub(b"", data)):
+    for bracket in _BRACKETS.finditer(_STRINGS.sub(b"", _ESCAPES.sub(b"", data))):
         depth += 1 if bracket.group() in b"[{" else -1
         if depth > max_depth:
             raise JsonRefused(f"it is nested deeper than {max_depth} levels")

@@ -38,8 +38,9 @@ END: Final = b"\r\n\r\n"
 Field = tuple[bytes, bytes]
 """A field's name in lower case and its value without the white space around it."""
 
-# Possessive: a head that does not match is refused after one pass over it.
-_FIELDS = rb"((?:\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+)*+)\r\n\r\n"
+# Possessive, so that a head that does not match is refused after one pass over it; but for the
+# group, which has nothing to give back, since Python 3.11.0 to 3.11.4 match such groups wrongly.
+_FIELDS = rb"((?:\r\n[!#$%&'*+\-.^_`|~0-9A-Za-z]++:[\t\x20-\x7e\x80-\xff]*+)*)\r\n\r\n"
 _REQUEST = re.compile(
     rb"([A-Z]{1,16}) ([!$%&'()*+,\-./0-9:;=?@A-Z\[\]_a-z~]++) HTTP/1\.([01])" + _FIELDS
 )
