@@ -399,8 +399,10 @@ class Here:
         self._clients.append(Client(self.seen, *streams))
         return self._clients[-1]
 
-    def forget_clients(self) -> None:
-        """All of them have left."""
+    def send_clients_away(self) -> None:
+        """All of them leave, and are forgotten."""
+        for client in self._clients:
+            client.leave()
         self._clients.clear()
 
     async def ask(self, model: str = "acme:v1", *fields: str, **members: object) -> bytes:

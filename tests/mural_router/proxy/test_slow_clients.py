@@ -35,9 +35,7 @@ async def drip(here: Here, clients: int) -> tuple[list[bytes], int]:
             assert (await other.answer()).startswith(b"HTTP/1.1 200")
             answered += not all(answer.done() for answer in answers)
             await asyncio.sleep(0.01)
-    for each in (*drippers, other):
-        each.leave()
-    here.forget_clients()
+    here.send_clients_away()
     await here.until(lambda: here.proxy.state().connections == 0)
     return [await answer for answer in answers], answered
 
