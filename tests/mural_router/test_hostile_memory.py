@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
+from ready_server import control
 
 from mural_resolvers.tenants import mint_key
-from mural_server.protocol import Base, Heartbeat, Limits, Load, PrefixStatistics, Snapshot
 
 REQUESTS = 60_000
 WORKERS = 12
@@ -47,34 +46,6 @@ LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
 
 # -- what the router is in front of ---------------------------------------------------------------
-
-
-async def control(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """The state stream of a Mural server that is ready and holds nothing."""
-    await reader.readuntil(b"\r\n\r\n")
-    snapshot = Snapshot(
-        boot_id="boot",
-        seq=0,
-        base=Base(model_names=("base",), spec_hash=""),
-        limits=Limits(
-            slots=4,
-            max_cpu_loras=8,
-            host_bytes=0,
-            max_lora_rank=8,
-            max_num_seqs=64,
-            max_model_len=4096,
-        ),
-        load=Load(),
-        prefix=PrefixStatistics(),
-        accepting=True,
-        ready=True,
-    )
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: " + msgspec.json.encode(snapshot) + b"\n\n")
-    beat = msgspec.json.encode(Heartbeat(boot_id="boot", seq=0))
-    gone = asyncio.create_task(reader.read())
-    while not (await asyncio.wait({gone}, timeout=1))[0]:
-        writer.write(b"data: " + beat + b"\n\n")
-    writer.close()
 
 
 ANSWER = b'{"id":"1","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}'

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
-import msgspec
 import pytest
 import trustme
+from ready_server import control
 
 from mural_resolvers.errors import MuralError
 from mural_resolvers.redaction import RedactingFormatter
@@ -29,7 +29,6 @@ from mural_router import commands
 from mural_router.config import Config
 from mural_router.http.scan import plain_request
 from mural_router.settings import Secrets
-from mural_server.protocol import Base, Heartbeat, Limits, Load, PrefixStatistics, Snapshot
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -118,33 +117,6 @@ async def babbling(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     """A control API whose events are no events, and quote who asks."""
     head = await reader.readuntil(b"\r\n\r\n")
     writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: " + json.dumps(quoting(head)).encode() + b"\n\n")
-
-
-async def control(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """The state stream of a Mural server that is ready and holds nothing."""
-    await reader.readuntil(b"\r\n\r\n")
-    snapshot = Snapshot(
-        boot_id="boot",
-        seq=0,
-        base=Base(model_names=("base",), spec_hash=""),
-        limits=Limits(
-            slots=4,
-            max_cpu_loras=8,
-            host_bytes=0,
-            max_lora_rank=8,
-            max_num_seqs=64,
-            max_model_len=4096,
-        ),
-        load=Load(),
-        prefix=PrefixStatistics(),
-        accepting=True,
-        ready=True,
-    )
-    writer.write(b"HTTP/1.1 200 OK\r\n\r\ndata: " + msgspec.json.encode(snapshot) + b"\n\n")
-    beat = msgspec.json.encode(Heartbeat(boot_id="boot", seq=0))
-    gone = asyncio.create_task(reader.read())
-    while not (await asyncio.wait({gone}, timeout=1))[0]:
-        writer.write(b"data: " + beat + b"\n\n")
 
 
 async def no_tls(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
