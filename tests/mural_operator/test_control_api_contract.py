@@ -6,10 +6,8 @@ The real one is `mural serve` without its engine; `test_residency_contract.py` h
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,17 +16,11 @@ from simulated_server import Knobs, Refusal
 
 from mural_resolvers.errors import UnusableAdapter
 from mural_server.protocol import ControlClient, ControlError, Delta, Snapshot, apply
+from tests.mural_server.api import scripted_server
 
-_PATH = Path(__file__).parents[1] / "mural_server" / "api" / "conftest.py"
-_SPEC = importlib.util.spec_from_file_location("servers_for_the_contract", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_servers = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_servers)
-
-engine = _servers.engine
-start_server = _servers.start_server
-adapter_dir = _servers.adapter_dir
+engine = scripted_server.engine
+start_server = scripted_server.start_server
+adapter_dir = scripted_server.adapter_dir
 
 WAIT_S = 20.0
 TOKEN = "the-control-token"

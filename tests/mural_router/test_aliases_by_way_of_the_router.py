@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,17 +17,11 @@ from mural_router.limits.local import LocalLimiter
 from mural_router.proxy import start
 from mural_router.running import Router
 from mural_router.settings import Secrets
+from tests.mural_server.api import scripted_server
 
-_PATH = Path(__file__).parents[1] / "mural_server" / "api" / "conftest.py"
-_SPEC = importlib.util.spec_from_file_location("servers_that_keep_aliases", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_servers = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_servers)
-
-engine = _servers.engine
-start_server = _servers.start_server
-adapter_dir = _servers.adapter_dir
+engine = scripted_server.engine
+start_server = scripted_server.start_server
+adapter_dir = scripted_server.adapter_dir
 
 BOUND_S = 20.0
 TOKEN = "the-token-of-this-test's-router"

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import importlib.util
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,16 +17,10 @@ from mural_router.limits.local import LocalLimiter
 from mural_router.proxy import start
 from mural_router.running import Router
 from mural_router.settings import Secrets
+from tests.mural_server.api import scripted_server
 
-_PATH = Path(__file__).parents[1] / "mural_server" / "api" / "conftest.py"
-_SPEC = importlib.util.spec_from_file_location("servers_that_are_traced", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_servers = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_servers)
-
-engine = _servers.engine
-start_server = _servers.start_server
+engine = scripted_server.engine
+start_server = scripted_server.start_server
 
 BOUND_S = 20.0
 CLIENT = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")

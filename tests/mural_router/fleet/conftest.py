@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from ssl import SSLContext
 
 import msgspec
@@ -26,17 +24,11 @@ from mural_server.protocol import (
     Snapshot,
     StateEvent,
 )
+from tests.mural_server.api import scripted_server
 
-_PATH = Path(__file__).parents[2] / "mural_server" / "api" / "conftest.py"
-_SPEC = importlib.util.spec_from_file_location("servers_of_the_control_api", _PATH)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_servers = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_servers)
-
-engine = _servers.engine
-start_server = _servers.start_server
-adapter_dir = _servers.adapter_dir
+engine = scripted_server.engine
+start_server = scripted_server.start_server
+adapter_dir = scripted_server.adapter_dir
 
 WAIT_S = 20
 
