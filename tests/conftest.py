@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import random
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests import kubernetes_api
 
 if TYPE_CHECKING:
     import psutil
@@ -44,25 +42,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return ByFleet(config, log)
 
 
-@cache
-def module_here(name: str) -> ModuleType:
-    """A module beside this file: tests are no package, so that it cannot be imported by name."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     """``tiny_model(name)``: the directory of one of `tiny_models`, made once a session.
 
     Names: the families ("llama", "mistral", "qwen2", "qwen3", "gemma3") and their variants.
     """
-    tiny = module_here("tiny_models")
+    from tests import tiny_models as tiny
+
     made: dict[str, Path] = {}
 
     def make(name: str) -> Path:
@@ -78,7 +65,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 def tiny_save() -> Callable[..., Path]:
     """``tiny_save(name, folder, **changes)``: save a variant of a tiny model's configuration."""
 
-    tiny = module_here("tiny_models")
+    from tests import tiny_models as tiny
 
     def save(name: str, folder: Path, **changes: object) -> Path:
         config = tiny.TINY_CONFIGS[name]()
@@ -90,7 +77,7 @@ def tiny_save() -> Callable[..., Path]:
 
 # -- Kubernetes -----------------------------------------------------------------------------------
 
-kube_api = module_here("kubernetes_api").kube_api
+kube_api = kubernetes_api.kube_api
 
 CLUSTER_WAIT_S = 90.0
 API_SERVER = "kube-apiserver"

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-# Test modules import each other's helpers by name, from wherever pytest has collected them.
-_SPEC = importlib.util.spec_from_file_location("chart", Path(__file__).with_name("chart.py"))
-assert _SPEC is not None
-assert _SPEC.loader is not None
-chart = importlib.util.module_from_spec(_SPEC)
-sys.modules["chart"] = chart
-_SPEC.loader.exec_module(chart)
+from tests.charts import chart
 
 
 @pytest.fixture(scope="session")

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART, PRESETS, VARIANTS, Object, Rendered
 
 from mural_operator.crds import apply_definitions, read_definitions
 from mural_operator.uninstall import release_adapters
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.config import cluster_config
+from tests.charts.chart import CHART, PRESETS, VARIANTS, Object, Rendered
 
 pytestmark = pytest.mark.cluster
 

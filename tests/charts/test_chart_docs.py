@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART, ROOT, Rendered
+
+from tests.charts.chart import CHART, ROOT, Rendered
 
 _BLOCK = re.compile(r"^( *)```yaml[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 KNOWN = set(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))

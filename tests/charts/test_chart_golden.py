@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from chart import PRESETS, Rendered
+
+from tests.charts.chart import PRESETS, Rendered
 
 GOLDEN = Path(__file__).with_name("golden")
 # Tokens are made anew where there is no cluster to keep them.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from chart import MONITORING, ROOT, VARIANTS, Rendered
+
+from tests.charts.chart import MONITORING, ROOT, VARIANTS, Rendered
 
 _CODE = ("server/mural_server", "router/mural_router", "operator/mural_operator")
 _FAMILY = re.compile(r'"((?:vllm|mural):[a-z_]+|mural_(?:router|operator)_[a-z_]+)"')

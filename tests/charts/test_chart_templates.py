@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chart import PRESETS, VARIANTS, Object, Rendered
 
 from mural_operator.chart_hooks import chart as chart_command
 from mural_operator.commands import operate
@@ -24,6 +23,7 @@ from mural_router.commands import route
 from mural_router.config import Config
 from mural_router.settings import RouterSettings, Secrets
 from mural_server.commands import serve
+from tests.charts.chart import PRESETS, VARIANTS, Object, Rendered
 
 CASES = [*(f"preset {name}" for name in PRESETS), *VARIANTS]
 READERS = {

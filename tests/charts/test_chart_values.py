@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 import pytest
 import yaml
-from chart import CHART, PRESETS, ROOT
 
 from mural_resolvers.hub.settings import HubSettings
 from mural_resolvers.s3.settings import S3Settings
 from mural_resolvers.sources import FetchConfig
 from mural_router.settings import RouterSettings
+from tests.charts.chart import CHART, PRESETS, ROOT
 
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import yaml
-from chart import CHART, ROOT
+
+from tests.charts.chart import CHART, ROOT
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 DOCKERFILES = ("server/Dockerfile", "router/Dockerfile", "operator/Dockerfile")

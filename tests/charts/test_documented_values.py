@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from chart import CHART, ROOT, Rendered
+
+from tests.charts.chart import CHART, ROOT, Rendered
 
 _BLOCK = re.compile(r"^( *)```ya?ml[^\n]*\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 KNOWN = frozenset(yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))

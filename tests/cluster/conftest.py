@@ -6,7 +6,6 @@ those that a file of values names: MURAL_CLUSTER_VALUES.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -20,22 +19,7 @@ import pytest
 import yaml
 from moto.server import ThreadedMotoServer
 
-
-def _load(name: str) -> Any:
-    """A module of this folder, which others here then import by its name."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-dockerfile = _load("dockerfile")
-images = _load("images")
-kubectl = _load("kubectl")
-installation = _load("installation")
+from tests.cluster import dockerfile, images, installation, kubectl
 
 REGISTRY = "mural.local"
 FIGURES: list[str] = []

@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dockerfile import COMPONENTS, ROOT, Stage, ignored, stages
+from tests.cluster.dockerfile import COMPONENTS, ROOT, Stage, ignored, stages
 
 PACKAGES_PATH = "/venv"
 """Where the pods have the packages that Mural depends on."""

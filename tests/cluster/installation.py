@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import openai
-from dockerfile import ROOT
-from kubectl import Kubectl
+
+from tests.cluster.dockerfile import ROOT
+from tests.cluster.kubectl import Kubectl
 
 CHART = ROOT / "charts" / "mural"
 RELEASE = "mural"

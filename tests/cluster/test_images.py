@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-import images
 import pytest
-from dockerfile import COMPONENTS, ROOT, ignored, stages
+
+from tests.cluster import images
+from tests.cluster.dockerfile import COMPONENTS, ROOT, ignored, stages
 
 COMMANDS = {"server": "serve", "router": "route", "operator": "operate"}
 

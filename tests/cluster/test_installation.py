@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from installation import RELEASE, TEAM, Mural, expected, minted, secret
-from kubectl import Kubectl, Object, Watched, holds, within
+
+from tests.cluster.installation import RELEASE, TEAM, Mural, expected, minted, secret
+from tests.cluster.kubectl import Kubectl, Object, Watched, holds, within
 
 pytestmark = pytest.mark.cluster_node
 

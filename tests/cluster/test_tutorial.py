@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import yaml
-from dockerfile import ROOT
-from installation import describe
-from kubectl import Kubectl
+
+from tests.cluster.dockerfile import ROOT
+from tests.cluster.installation import describe
+from tests.cluster.kubectl import Kubectl
 
 pytestmark = pytest.mark.cluster_node
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import subprocess
 import threading
@@ -16,18 +15,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.mural_router.picker.gateway import envoy_program, free_port
+from tests.mural_router.picker.gateway import gateway as configuration
+
 pytestmark = pytest.mark.peers
 
 PROMPT = "The quick brown fox"
 START_S = 30.0
-SOURCE = Path(__file__).resolve().parents[1] / "mural_router/picker/gateway.py"
-
-
-def load_gateway():
-    spec = importlib.util.spec_from_file_location("gateway", SOURCE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @dataclass
@@ -117,8 +111,7 @@ def doors(running) -> Iterator[Doors]:
 def gateway(
     doors: Doors, tenants, fleet_store, start_router: Callable, tmp_path: Path
 ) -> Iterator[Gateway]:
-    made = load_gateway()
-    program, picker_port, port = made.envoy_program(), made.free_port(), made.free_port()
+    program, picker_port, port = envoy_program(), free_port(), free_port()
     start_router(
         *(flag for door in doors.flags for flag in ("--replica", door)),
         *("--tenants-file", str(tenants.path), "--store", str(fleet_store)),
@@ -127,7 +120,7 @@ def gateway(
     config = tmp_path / "envoy.json"
     config.write_text(
         json.dumps(
-            made.gateway(port=port, picker_port=picker_port, replicas=doors.ports, fail_open=False)
+            configuration(port=port, picker_port=picker_port, replicas=doors.ports, fail_open=False)
         )
     )
     command = (program, "-c", str(config), "--use-dynamic-base-id", "--concurrency", "1")

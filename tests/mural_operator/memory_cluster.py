@@ -17,12 +17,12 @@ from typing import Any, NoReturn
 
 import msgspec
 import pytest
-from operated import Operated
 
 from mural_operator.election import ElectionTiming
 from mural_operator.operating import Operator
 from mural_operator.settings import OperatorSettings
 from mural_resolvers.kubernetes.client import KubeError
+from tests.mural_operator.operated import Operated
 
 Object = dict[str, Any]
 

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import yaml
 from lightkube.config.kubeconfig import KubeConfig
-from simulated_server import Knobs, SimulatedServer
 
 from mural_operator.operating import Operator
 from mural_operator.settings import OperatorSettings
@@ -33,6 +32,7 @@ from mural_resolvers.kubernetes.paths import (
     TENANTS,
 )
 from mural_resolvers.kubernetes.watch import Watch
+from tests.mural_operator.simulated_server import Knobs, SimulatedServer
 
 WAIT_S = 60.0
 CRDS = Path(__file__).parents[2] / "charts" / "mural" / "crds"

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from simulated_pool import (
-    DIGEST,
-    EPOCH,
-    make_adapter,
-    make_pool,
-    make_state,
-    make_status,
-    make_world,
-)
 
 from mural_operator.conditions import Condition
 from mural_operator.owners import Owners
@@ -27,6 +18,15 @@ from mural_operator.verdict import (
     without_pool,
 )
 from mural_operator.world import Pod, Refusal
+from tests.mural_operator.simulated_pool import (
+    DIGEST,
+    EPOCH,
+    make_adapter,
+    make_pool,
+    make_state,
+    make_status,
+    make_world,
+)
 
 V1 = "acme/default:v1"
 NOW = EPOCH.timestamp()

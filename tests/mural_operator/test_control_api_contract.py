@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 import pytest
-from simulated_server import Knobs, Refusal
 
 from mural_resolvers.errors import UnusableAdapter
 from mural_server.protocol import ControlClient, ControlError, Delta, Snapshot, apply
+from tests.mural_operator.simulated_server import Knobs, Refusal
 from tests.mural_server.api import scripted_server
 
 engine = scripted_server.engine

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import in_virtual_time
 
 from mural_operator.election import Clock, Election, ElectionTiming, WorkGoesOn
 from mural_resolvers.kubernetes.client import JsonObject, KubeError
+from tests.mural_operator.virtual_time import in_virtual_time
 
 
 class DriftingClock(Clock):

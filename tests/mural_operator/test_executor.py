@@ -7,8 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from simulated_server import Knobs, Refusal, SimulatedServer
-from virtual_time import in_virtual_time
 
 from mural_operator.credentials import Credentials
 from mural_operator.executor import PARALLEL, PARALLEL_PER_POD, Executor, Outcome, PoolHands
@@ -28,6 +26,8 @@ from mural_operator.replicas import Replicas, Target
 from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import Adapter, AdapterSpec, ObjectMeta
+from tests.mural_operator.simulated_server import Knobs, Refusal, SimulatedServer
+from tests.mural_operator.virtual_time import in_virtual_time
 
 WAIT_S = 20
 

@@ -14,7 +14,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_pool import make_adapter, make_pool, make_state, make_status, make_world
 
 from mural_operator.conditions import MAX_SAID_BYTES
 from mural_operator.metrics import Metrics
@@ -28,6 +27,13 @@ from mural_operator.world import Pod
 from mural_resolvers.tenants import mint_key
 from mural_server.protocol import Base, ControlError, Limits, Snapshot
 from mural_server.protocol.caution import MAX_COUNT, MAX_NAME_CHARS
+from tests.mural_operator.simulated_pool import (
+    make_adapter,
+    make_pool,
+    make_state,
+    make_status,
+    make_world,
+)
 
 CRDS = Path(__file__).parents[2] / "charts" / "mural" / "crds"
 V1 = "acme/default:v1"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from memory_cluster import InMemory, in_memory
-from operated import condition
 
 from mural_operator.reconcile import FINALIZER
 from mural_resolvers.kubernetes.paths import ADAPTERS, SERVING_POOLS, TENANTS
+from tests.mural_operator.memory_cluster import InMemory, in_memory
+from tests.mural_operator.operated import condition
 
 
 @pytest.fixture

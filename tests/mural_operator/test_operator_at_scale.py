@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
-from operated import Operated, operated, shipped_account
 
 from mural_server.protocol.exchange import exchange
+from tests.mural_operator.operated import Operated, operated, shipped_account
 
 pytestmark = pytest.mark.cluster
 

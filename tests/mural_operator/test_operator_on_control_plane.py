@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from operated import Operated, condition, operated, shipped_account
-from simulated_server import Knobs, Refusal
 
 from mural_resolvers.kubernetes.paths import ADAPTERS, LEASES, SECRETS
 from mural_server.protocol import Load
+from tests.mural_operator.operated import Operated, condition, operated, shipped_account
+from tests.mural_operator.simulated_server import Knobs, Refusal
 
 pytestmark = pytest.mark.cluster
 

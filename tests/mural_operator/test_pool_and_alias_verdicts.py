@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
-from simulated_pool import make_adapter, make_state, make_world
 
 from mural_operator.alias_verdict import alias_verdicts
 from mural_operator.alias_verdict import of_unreadable as of_unreadable_alias
@@ -19,6 +18,7 @@ from mural_operator.unreadable import Outdated, Unreadable
 from mural_operator.world import Pod
 from mural_resolvers.kubernetes.aliases import judge_aliases
 from mural_resolvers.kubernetes.objects import AdapterAlias, read_alias
+from tests.mural_operator.simulated_pool import make_adapter, make_state, make_world
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 TEAM = {"acme": frozenset({"team"})}

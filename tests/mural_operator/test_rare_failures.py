@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import pytest
-from memory_cluster import InMemory, hurry, in_memory
 
 from mural_resolvers.kubernetes.paths import ADAPTERS, PODS
+from tests.mural_operator.memory_cluster import InMemory, hurry, in_memory
 
 WAIT_S = 15.0
 FLOOD_S = 1.5

@@ -6,16 +6,6 @@ from datetime import timedelta
 
 import msgspec
 import pytest
-from simulated_pool import (
-    EPOCH,
-    SimulatedPool,
-    make_adapter,
-    make_limits,
-    make_pool,
-    make_state,
-    make_status,
-    make_world,
-)
 
 from mural_operator.owners import Owners
 from mural_operator.reconcile import (
@@ -35,6 +25,16 @@ from mural_operator.reconcile import (
 from mural_operator.world import Pod, Refusal
 from mural_resolvers.kubernetes.objects import Adapter
 from mural_server.protocol import Load as Busy
+from tests.mural_operator.simulated_pool import (
+    EPOCH,
+    SimulatedPool,
+    make_adapter,
+    make_limits,
+    make_pool,
+    make_state,
+    make_status,
+    make_world,
+)
 
 V1, V2 = "acme/default:v1", "acme/default:v2"
 NOW = EPOCH.timestamp()

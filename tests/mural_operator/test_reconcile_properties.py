@@ -8,13 +8,19 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_pool import SimulatedPod, SimulatedPool, make_adapter, make_limits, make_pool
 
 from mural_operator.owners import Owners
 from mural_operator.reconcile import FINALIZER, Declare, Load, Plan, Unload, reconcile
 from mural_operator.verdict import verdict
 from mural_operator.world import World
 from mural_router.placement import Fleet, Loads, PlacementRequest, Replica, choose, order
+from tests.mural_operator.simulated_pool import (
+    SimulatedPod,
+    SimulatedPool,
+    make_adapter,
+    make_limits,
+    make_pool,
+)
 
 PODS = ["pod-a", "pod-b", "pod-c", "pod-d"]
 NAMES = ["v1", "v2", "v3", "v4", "v5", "v6"]

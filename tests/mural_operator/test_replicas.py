@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from simulated_server import Knobs, SimulatedServer
 
 from mural_operator.credentials import Credentials, CredentialsMissing
 from mural_operator.replicas import Follower, Replicas, Target
 from mural_server.protocol import Load
+from tests.mural_operator.simulated_server import Knobs, SimulatedServer
 
 WAIT_S = 20
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from simulated_server import SimulatedServer
 
 from mural_server.protocol import AdapterStatus, ControlClient, ControlError, Snapshot
+from tests.mural_operator.simulated_server import SimulatedServer
 
 START_S = 240.0
 WAIT_S = 60.0

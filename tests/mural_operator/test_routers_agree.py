@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from simulated_pool import SimulatedPool, make_adapter, make_limits, make_pool
 
 from mural_operator.verdict import verdict
 from mural_resolvers.kubernetes.objects import Adapter, AdapterStatusFields, Tenant, read_tenant
 from mural_router.objects import Declared
 from mural_router.placement import Fleet, Loads, PlacementRequest, Replica, choose
+from tests.mural_operator.simulated_pool import SimulatedPool, make_adapter, make_limits, make_pool
 
 PODS = ["pod-a", "pod-b", "pod-c", "pod-d"]
 NAMES = ["v1", "v2", "v3", "v4", "v5", "v6"]

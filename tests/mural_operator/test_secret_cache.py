@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 
 import pytest
-from virtual_time import in_virtual_time
 
 from mural_operator.credentials import CredentialsMissing, PoolCredentials, secret_names
 from mural_operator.secret_cache import SecretCache
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.objects import ControlTls, PoolSpec, SecretKey, Selector
+from tests.mural_operator.virtual_time import in_virtual_time
 
 WAIT_S = 20
 REST_S = 550

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from memory_cluster import InMemory, hurry, in_memory, paths, short_lease
 
 from mural_server.protocol import Load
+from tests.mural_operator.memory_cluster import InMemory, hurry, in_memory, paths, short_lease
 
 WAIT_S = 20.0
 WRITES = {"create", "update", "patch", "delete"}

@@ -7,10 +7,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from memory_cluster import InMemory, hurry, in_memory
 
 from mural_resolvers.kubernetes.client import KubeError
 from mural_resolvers.kubernetes.complaint import Complaint
+from tests.mural_operator.memory_cluster import InMemory, hurry, in_memory
 
 WAIT_S = 20.0
 KEY = "mural_AAAABBBB_" + "c" * 43

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from kubernetes_api import FakeAPI
-from memory_cluster import InMemory, MemoryClient, in_memory
 
 from mural_operator.metrics import Metrics
 from mural_operator.status_writer import StatusWriter
@@ -18,6 +16,8 @@ from mural_operator.tenancy import TenantVerdict
 from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeClient, KubeError
 from mural_resolvers.kubernetes.objects import ObjectMeta
+from tests.kubernetes_api import FakeAPI
+from tests.mural_operator.memory_cluster import InMemory, MemoryClient, in_memory
 
 REFUSED = {
     409: KubeError(409, "Conflict", "not the last version"),

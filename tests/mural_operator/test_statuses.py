@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
 
 import pytest
-from virtual_time import in_virtual_time
 
 from mural_operator import statuses as module
 from mural_operator.statuses import PARALLEL, RETRY_MOST_S, Statuses
 from mural_operator.troubles import Troubles
 from mural_resolvers.kubernetes.client import KubeError
+from tests.mural_operator.virtual_time import in_virtual_time
 
 WAIT_S = 20
 

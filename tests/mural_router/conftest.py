@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
 import trustme
-
-_SPEC = importlib.util.spec_from_file_location(
-    "ready_server", Path(__file__).with_name("ready_server.py")
-)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_module = importlib.util.module_from_spec(_SPEC)
-sys.modules["ready_server"] = _module
-_SPEC.loader.exec_module(_module)
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ready_server import control
 
 from mural_resolvers.tenants import mint_key
+from tests.mural_router.ready_server import control
 
 REQUESTS = 60_000
 WORKERS = 12

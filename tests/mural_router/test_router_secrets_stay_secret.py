@@ -20,7 +20,6 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
-from ready_server import control
 
 from mural_resolvers.errors import MuralError
 from mural_resolvers.redaction import RedactingFormatter
@@ -29,6 +28,7 @@ from mural_router import commands
 from mural_router.config import Config
 from mural_router.http.scan import plain_request
 from mural_router.settings import Secrets
+from tests.mural_router.ready_server import control
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

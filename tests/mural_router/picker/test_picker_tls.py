@@ -20,7 +20,7 @@ from mural_router.running import Router
 from mural_router.settings import Secrets
 
 if TYPE_CHECKING:
-    from conftest import Readiness, ToldRouting
+    from tests.mural_router.picker.conftest import Readiness, ToldRouting
 
 BOUND_S = 20.0
 

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 
 import httpx
 import msgspec
@@ -20,6 +18,7 @@ import pytest
 from mural_resolvers.errors import RateLimited, Unavailable
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.picker import Picker, PickerSettings, start_picker
+from tests.mural_router.picker.gateway import envoy_program, free_port, gateway
 
 pytestmark = pytest.mark.peers
 
@@ -27,18 +26,6 @@ BOUND_S = 30.0
 EVENTS = [b'data: {"choices":[{"text":"%d"}]}\n\n' % i for i in range(20)]
 USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":20}}\n\n'
 DONE = b"data: [DONE]\n\n"
-
-
-def _gateway() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gateway", Path(__file__).with_name("gateway.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-GATEWAY = _gateway()
 
 
 @dataclass
@@ -158,11 +145,11 @@ async def start(replicas: list[Replica], tmp_path: Path) -> AsyncIterator[Start]
     clients: list[httpx.AsyncClient] = []
 
     async def started(picker_port: int, *, fail_open: bool = False, quiet: bool = False) -> Setup:
-        port = GATEWAY.free_port()
+        port = free_port()
         config = tmp_path / f"envoy-{port}.json"
         config.write_text(
             json.dumps(
-                GATEWAY.gateway(
+                gateway(
                     port=port,
                     picker_port=picker_port,
                     replicas=[replica.port for replica in replicas],
@@ -175,7 +162,7 @@ async def start(replicas: list[Replica], tmp_path: Path) -> AsyncIterator[Start]
         log = written.open("wb")
         process = await asyncio.create_subprocess_exec(
             *(
-                GATEWAY.envoy_program(),
+                envoy_program(),
                 "-c",
                 str(config),
                 "--use-dynamic-base-id",
@@ -351,7 +338,7 @@ async def test_a_dead_replica_is_told_and_a_busy_one_is_not(
     busy = await envoy.post(BODY)
     assert (busy.status_code, busy.json()["received"]) == (503, len(BODY) + 4)
     assert not (await routing.outcome()).unreachable
-    routing.endpoints = [Endpoint("mural-0", "127.0.0.1", GATEWAY.free_port())]
+    routing.endpoints = [Endpoint("mural-0", "127.0.0.1", free_port())]
     dead = await envoy.post(BODY)
     assert (dead.status_code, dead.json()["error"]["code"]) == (503, "unavailable")
     assert (dead.headers["retry-after"], dead.headers["x-mural-replica"]) == ("1", "mural-0")
@@ -417,7 +404,7 @@ async def test_a_request_waits_for_capacity_longer_than_envoy_s_default(
 
 
 async def test_without_its_picker_a_closed_gateway_refuses(start: Start) -> None:
-    setup = await start(GATEWAY.free_port(), fail_open=False)
+    setup = await start(free_port(), fail_open=False)
     answer = await setup.post(BODY)
     assert answer.status_code in (500, 503)
     assert not any(replica.bodies for replica in setup.replicas)
@@ -426,7 +413,7 @@ async def test_without_its_picker_a_closed_gateway_refuses(start: Start) -> None
 async def test_without_its_picker_an_open_gateway_goes_on_and_takes_no_destination_from_a_client(
     start: Start,
 ) -> None:
-    setup = await start(GATEWAY.free_port(), fail_open=True)
+    setup = await start(free_port(), fail_open=True)
     for _ in range(4):
         answer = await setup.post(BODY, x_gateway_destination_endpoint="127.0.0.1:1")
         assert answer.status_code == 200
@@ -434,7 +421,7 @@ async def test_without_its_picker_an_open_gateway_goes_on_and_takes_no_destinati
 
 
 async def test_a_picker_that_comes_back_is_asked_again(start: Start, routing, readiness) -> None:
-    port = GATEWAY.free_port()
+    port = free_port()
     setup = await start(port, fail_open=False)
     assert (await setup.post(BODY)).status_code in (500, 503)
     picker = await start_picker(PickerSettings("127.0.0.1", port), routing, not_ready=readiness)

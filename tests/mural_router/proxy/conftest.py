@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
@@ -20,24 +16,10 @@ from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.settings import HttpSettings
 from mural_router.proxy import Proxy, start
 from mural_router.routing import Ask, Outcome, Routed, Routing
+from tests.mural_router.proxy.full_backlog import full_backlog
 
 BOUND_S = 20.0
 """No wait of a test is longer."""
-
-
-def _import(name: str) -> ModuleType:
-    """Make a module of this folder importable to its tests, which are no package."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-full_backlog = _import("full_backlog")
-_import("express_stage")
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -299,7 +281,7 @@ async def stand() -> AsyncIterator[MakeStand]:
 @pytest.fixture
 def full_port() -> Iterator[int]:
     """Where nobody is let in, and nobody refused."""
-    with full_backlog.full_backlog() as port:
+    with full_backlog() as port:
         yield port
 
 

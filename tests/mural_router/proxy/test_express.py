@@ -13,7 +13,21 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from express_stage import (
+
+from mural_resolvers.names import AdapterName
+from mural_resolvers.tenants import KeyRing, Principal, TenantLimits
+from mural_resolvers.versions import AliasTarget
+from mural_router.http.chunks import LAST_CHUNK, chunk
+from mural_router.http.scan import plain_request
+from mural_router.http.settings import HttpSettings
+from mural_router.limits.local import LocalLimiter
+from mural_router.placement import Base, PlacementPolicy, Residency
+from mural_router.proxy import express
+from mural_router.proxy.express import _Express
+from mural_router.proxy.relay import InferenceRelay
+from mural_router.routing.dispatch import Attempt
+from mural_router.routing.versions import AliasOverlay, KnownVersions, VersionSource
+from tests.mural_router.proxy.express_stage import (
     ACME,
     ADMIN,
     ANSWER,
@@ -39,21 +53,7 @@ from express_stage import (
     silence,
     whole,
 )
-from full_backlog import full_backlog
-
-from mural_resolvers.names import AdapterName
-from mural_resolvers.tenants import KeyRing, Principal, TenantLimits
-from mural_resolvers.versions import AliasTarget
-from mural_router.http.chunks import LAST_CHUNK, chunk
-from mural_router.http.scan import plain_request
-from mural_router.http.settings import HttpSettings
-from mural_router.limits.local import LocalLimiter
-from mural_router.placement import Base, PlacementPolicy, Residency
-from mural_router.proxy import express
-from mural_router.proxy.express import _Express
-from mural_router.proxy.relay import InferenceRelay
-from mural_router.routing.dispatch import Attempt
-from mural_router.routing.versions import AliasOverlay, KnownVersions, VersionSource
+from tests.mural_router.proxy.full_backlog import full_backlog
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")
 

@@ -11,7 +11,7 @@ from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.settings import HttpSettings
 
 if TYPE_CHECKING:
-    from conftest import MakeStand, Received
+    from tests.mural_router.proxy.conftest import MakeStand, Received
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 

@@ -17,7 +17,7 @@ from mural_router.http.settings import HttpSettings
 from mural_router.proxy.relay import InferenceRelay
 
 if TYPE_CHECKING:
-    from conftest import MakeStand, Received, Script
+    from tests.mural_router.proxy.conftest import MakeStand, Received, Script
 
 BODY = b'{"model":"acme:v1","prompt":"hi"}'
 STREAM = b'{"model":"acme:v1","prompt":"hi","stream":true}'

@@ -17,7 +17,7 @@ from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.settings import HttpSettings, TlsSettings
 
 if TYPE_CHECKING:
-    from conftest import MakeStand, Received
+    from tests.mural_router.proxy.conftest import MakeStand, Received
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 

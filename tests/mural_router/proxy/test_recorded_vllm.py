@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from express_stage import Here, Setting, says
 
 from mural_resolvers.tenants import TenantLimits
 from mural_router.http.scan import plain_request
+from tests.mural_router.proxy.express_stage import Here, Setting, says
 
 SETTING = Setting(
     engine="vllm", replicas=({}, {}), limits=TenantLimits(tokens_per_minute=1_000_000)

@@ -8,12 +8,12 @@ import sys
 from itertools import pairwise
 
 import pytest
-from express_stage import BOUND_S, Here, Setting, request
 
 from mural_router.http.client import ClientConnection
 from mural_router.http.exchange import Exchange
 from mural_router.http.scan import plain_request
 from mural_router.http.settings import HttpSettings
+from tests.mural_router.proxy.express_stage import BOUND_S, Here, Setting, request
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
 BEGINNINGS = (HEAD + b"x-more: ", HEAD + b"content-length: 100000\r\n\r\n", HEAD[:3])

@@ -14,12 +14,12 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import pytest
-from express_stage import BOUND_S, Here, Setting, request
 
 from mural_router.http.scan import plain_request
+from tests.mural_router.proxy.express_stage import BOUND_S, Here, Setting, request
 
 if TYPE_CHECKING:
-    from conftest import MakeStand, Received, Stand
+    from tests.mural_router.proxy.conftest import MakeStand, Received, Stand
 
 SMUGGLED = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}"
 TE = b"Transfer-Encoding"

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 import pytest
-from made_up_fleet import DIGEST, Made, MadeUpFleet, resident
 
 from mural_resolvers.tenants import KeyRing, Principal, StoredKey
 from mural_resolvers.tenants.keys import hash_secret
@@ -23,6 +22,7 @@ from mural_router.http.settings import HttpSettings
 from mural_router.proxy import Proxy, start
 from mural_router.routing.identity import Authenticator
 from mural_router.routing.versions import KnownVersions, Versions, VersionSettings, VersionSource
+from tests.mural_router.routing.made_up_fleet import DIGEST, Made, MadeUpFleet, resident
 
 BOUND_S = 20.0
 DELAY_S = 0.05

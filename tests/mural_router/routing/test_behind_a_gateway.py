@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from made_up_fleet import Made, MadeUpFleet, done, resident
 
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.routing.ask import Ask
+from tests.mural_router.routing.made_up_fleet import Made, MadeUpFleet, done, resident
 
 
 async def test_a_request_that_a_gateway_sent_elsewhere_is_counted_where_it_is() -> None:

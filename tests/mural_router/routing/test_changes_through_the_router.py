@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from made_up_fleet import Made, MadeUpFleet, done, resident
 
 from mural_resolvers.versions import AliasTarget
 from mural_router.routing.ask import Ask
 from mural_router.routing.versions import KnownVersions, Versions, VersionSource
+from tests.mural_router.routing.made_up_fleet import Made, MadeUpFleet, done, resident
 
 
 class Record(VersionSource):

@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from made_up_fleet import Keys, Made, MadeUpFleet, done
 
 from mural_router.routing.ask import Routed
+from tests.mural_router.routing.made_up_fleet import Keys, Made, MadeUpFleet, done
 
 BOUND_S = 20.0
 SEATS = 6

@@ -7,7 +7,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from made_up_fleet import DIGEST, Keys, Made, MadeUpFleet, done, resident
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from mural_resolvers.errors import (
@@ -29,6 +28,7 @@ from mural_router.routing.metrics import RouterMetrics
 from mural_router.routing.options import RoutingOptions
 from mural_router.routing.target import Targets
 from mural_router.routing.versions import Versions
+from tests.mural_router.routing.made_up_fleet import DIGEST, Keys, Made, MadeUpFleet, done, resident
 
 
 async def test_a_request_goes_where_its_adapter_is_with_the_routers_word_and_not_the_clients():

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
-from made_up_fleet import Made, done
 
 from mural_resolvers.names import parse_name
 from mural_router.fleet.endpoint import Endpoint
@@ -28,6 +27,7 @@ from mural_server.protocol import (
     Snapshot,
     StateEvent,
 )
+from tests.mural_router.routing.made_up_fleet import Made, done
 
 BOUND_S = 20.0
 ADAPTER = "acme:v3"

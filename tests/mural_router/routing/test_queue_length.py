@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from made_up_fleet import Keys, Made, MadeUpFleet, done
 
 from mural_resolvers.errors import RateLimited
 from mural_resolvers.tenants import TenantLimits
+from tests.mural_router.routing.made_up_fleet import Keys, Made, MadeUpFleet, done
 
 BOUND_S = 20.0
 SEATS = 6

@@ -7,13 +7,12 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from made_up_fleet import Made, MadeUpFleet, done
-
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.settings import HttpSettings
 from mural_router.proxy import start
 from mural_router.routing.breaker import BreakerSettings
 from mural_router.routing.retry import RetrySettings
+from tests.mural_router.routing.made_up_fleet import Made, MadeUpFleet, done
 
 BOUND_S = 20.0
 NEVER_OPEN = BreakerSettings(failures=1_000)

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from uploading import (
+
+from mural_resolvers.manifest import build_manifest
+from tests.mural_server.api.uploads.uploading import (
     CONFIG,
     WEIGHTS,
     error_of,
     tar_of,
 )
-
-from mural_resolvers.manifest import build_manifest
 
 # -- names and bodies that are refused ------------------------------------------------------------
 

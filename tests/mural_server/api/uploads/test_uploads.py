@@ -13,7 +13,15 @@ from pathlib import Path
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
-from uploading import (
+
+from mural_resolvers.errors import Forbidden
+from mural_resolvers.manifest import build_manifest
+from mural_resolvers.names import parse_name
+from mural_resolvers.open_store import open_store
+from mural_resolvers.store import TOMBSTONE_FILE, StoredVersion
+from mural_resolvers.versions import AliasTarget
+from mural_server.settings import ServerSettings, SettingsError
+from tests.mural_server.api.uploads.uploading import (
     ADMIN_KEY,
     CONFIG,
     WEEK_S,
@@ -23,14 +31,6 @@ from uploading import (
     files_of,
     tar_of,
 )
-
-from mural_resolvers.errors import Forbidden
-from mural_resolvers.manifest import build_manifest
-from mural_resolvers.names import parse_name
-from mural_resolvers.open_store import open_store
-from mural_resolvers.store import TOMBSTONE_FILE, StoredVersion
-from mural_resolvers.versions import AliasTarget
-from mural_server.settings import ServerSettings, SettingsError
 
 # -- what is taken --------------------------------------------------------------------------------
 

@@ -12,11 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from uploading import (
-    CONFIG,
-    WEIGHTS,
-    error_of,
-)
 
 from mural_resolvers.errors import Unavailable
 from mural_resolvers.manifest import build_manifest
@@ -24,6 +19,11 @@ from mural_resolvers.names import parse_name
 from mural_resolvers.open_store import open_store
 from mural_resolvers.store import TOMBSTONE_FILE
 from mural_server.api import adapter_content
+from tests.mural_server.api.uploads.uploading import (
+    CONFIG,
+    WEIGHTS,
+    error_of,
+)
 
 # -- time to live ---------------------------------------------------------------------------------
 
