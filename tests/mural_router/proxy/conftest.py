@@ -17,9 +17,7 @@ from mural_router.http.settings import HttpSettings
 from mural_router.proxy import Proxy, start
 from mural_router.routing import Ask, Outcome, Routed, Routing
 from tests.mural_router.proxy.full_backlog import full_backlog
-
-BOUND_S = 20.0
-"""No wait of a test is longer."""
+from tests.mural_router.proxy.scripted_replica import BOUND_S, Script, ScriptedReplica
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
@@ -119,80 +117,6 @@ class ScriptedRouting(Routing):
         return self.outcomes[-1]
 
 
-@dataclass
-class Received:
-    """A request as a replica got it, and the connection to answer on."""
-
-    head: bytes
-    body: bytes
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    @property
-    def fields(self) -> dict[str, str]:
-        lines = self.head.decode("latin-1").split("\r\n")[1:-2]
-        return {name: value for name, _, value in (line.partition(": ") for line in lines)}
-
-    async def send(self, *pieces: bytes) -> None:
-        """Each piece in a write of its own."""
-        for piece in pieces:
-            self.writer.write(piece)
-            await self.writer.drain()
-            await asyncio.sleep(0)
-
-    async def until_closed(self) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while await self.reader.read(65536):
-                pass
-
-
-Script = Callable[[Received], Awaitable[None]]
-
-
-class StubReplica:
-    """Plays ``script`` for every request; counts connections and requests."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self.leave_bodies = False
-        """For the script to read."""
-        self.connections = 0
-        self.requests: list[Received] = []
-        self._server: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def start(self, name: str, **options: object) -> Endpoint:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, **options)  # type: ignore[arg-type] # a test's ssl context
-        port = self._server.sockets[0].getsockname()[1]
-        return Endpoint(name=name, host="127.0.0.1", port=port)
-
-    async def stop(self) -> None:
-        assert self._server is not None
-        self._server.close()
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self._writers.add(writer)
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                received = Received(head, b"", reader, writer)
-                self.requests.append(received)
-                length = int(received.fields.get("content-length", "0"))
-                if length and not self.leave_bodies:
-                    received.body = await reader.readexactly(length)
-                await self.script(received)
-                if writer.is_closing():
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
-
-
 class Client:
     """A connection to the proxy, with bytes in and bytes out."""
 
@@ -243,7 +167,7 @@ class Stand:
 
     routing: ScriptedRouting
     proxy: Proxy
-    replicas: list[StubReplica]
+    replicas: list[ScriptedReplica]
 
     async def until(self, so: Callable[[], object]) -> None:
         async with asyncio.timeout(BOUND_S):
@@ -263,9 +187,9 @@ async def stand() -> AsyncIterator[MakeStand]:
     made: list[Stand] = []
 
     async def make(*scripts: Script, settings: HttpSettings | None = None) -> Stand:
-        replicas = [StubReplica(script) for script in scripts]
+        replicas = [ScriptedReplica(script) for script in scripts]
         routing = ScriptedRouting(
-            [await replica.start(f"r{place}") for place, replica in enumerate(replicas)]
+            [await replica.listen(f"r{place}") for place, replica in enumerate(replicas)]
         )
         proxy = await start(settings or HttpSettings(port=0), routing, version="1.2.3")
         made.append(Stand(routing, proxy, replicas))
@@ -275,7 +199,7 @@ async def stand() -> AsyncIterator[MakeStand]:
     for each in made:
         await each.proxy.close()
         for replica in each.replicas:
-            await replica.stop()
+            replica.close()
 
 
 @pytest.fixture

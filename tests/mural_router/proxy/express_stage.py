@@ -11,7 +11,7 @@ import json
 import re
 import ssl
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -36,8 +36,14 @@ from mural_router.routing.options import RoutingOptions
 from mural_router.routing.retry import RetryBudget, RetrySettings
 from mural_router.routing.router import FleetRouting
 from mural_router.routing.versions import Versions, VersionSource
+from tests.mural_router.proxy.scripted_replica import (
+    BOUND_S,
+    Received,
+    Script,
+    ScriptedReplica,
+    says,
+)
 
-BOUND_S = 10.0
 SECRET = "s" * 43
 DIGEST = "d" * 64
 UNLIMITED = TenantLimits()
@@ -63,103 +69,12 @@ def bearer(key_id: str) -> str:
 ACME, GLOBEX, ADMIN = "acme0000", "globex00", "authorization: Bearer the-admin-key"
 
 
-@dataclass
-class Turn:
-    """A request as a replica got it, and the connection to answer on."""
-
-    raw: bytes
-    writer: asyncio.StreamWriter
-    reader: asyncio.StreamReader
-
-    async def send(self, *pieces: bytes) -> None:
-        for piece in pieces:
-            self.writer.write(piece)
-            await self.writer.drain()
-            # The other end reads each by itself: both are in this loop.
-            for _ in range(3):
-                await asyncio.sleep(0)
-
-    async def until_closed(self) -> None:
-        async with asyncio.timeout(BOUND_S):
-            while await self.reader.read(65536):
-                pass
-
-
-Script = Callable[[Turn], Awaitable[None]]
-
-
-def says(*pieces: bytes) -> Script:
-    async def script(turn: Turn) -> None:
-        await turn.send(*pieces)
-
-    return script
-
-
-async def lose(turn: Turn) -> None:
-    turn.writer.transport.abort()
-
-
 def answers_after(go: asyncio.Event, *pieces: bytes) -> Script:
-    async def script(turn: Turn) -> None:
+    async def script(received: Received) -> None:
         await go.wait()
-        await turn.send(*(pieces or (whole(),)))
+        await received.send(*(pieces or (whole(),)))
 
     return script
-
-
-async def silence(turn: Turn) -> None:
-    await turn.until_closed()
-
-
-class ScriptedReplica:
-    """Plays ``next`` one after another, then ``usual``."""
-
-    def __init__(self) -> None:
-        self.usual = says(whole())
-        self.next: list[Script] = []
-        self.got: list[bytes] = []
-        self.connections = 0
-        self._writers: set[asyncio.StreamWriter] = set()
-
-    async def listen(
-        self, name: str, engine: Engine, context: ssl.SSLContext | None = None
-    ) -> Endpoint:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=context)
-        port = self._server.sockets[0].getsockname()[1]
-        return Endpoint(name, "127.0.0.1", port, engine=engine, tls=context is not None)
-
-    def stop_listening(self) -> None:
-        """Connections that are there stay."""
-        self._server.close()
-
-    def close(self) -> None:
-        self.stop_listening()
-        self.drop()
-
-    def drop(self) -> None:
-        """Close all connections."""
-        for writer in list(self._writers):
-            writer.transport.abort()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self._writers.add(writer)
-        try:
-            while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                length = re.search(rb"content-length: (\d+)", head)
-                assert length is not None
-                body = await reader.readexactly(int(length[1]))
-                self.got.append(head + body)
-                script = self.next.pop(0) if self.next else self.usual
-                await script(Turn(head + body, writer, reader))
-                if writer.is_closing():
-                    return
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
 
 
 class Client:
@@ -310,7 +225,7 @@ class Here:
         setting, source = self.setting, self.source
         made = []
         for name, adapters in zip("abcdef", setting.replicas, strict=False):
-            self.replicas[name] = ScriptedReplica()
+            self.replicas[name] = ScriptedReplica(says(whole()))
             source.endpoints[name] = await self.replicas[name].listen(
                 name, setting.engine, self.replica_context
             )
@@ -446,7 +361,7 @@ class Here:
         observed = {
             "client": [self._plain(data) for data in self.seen],
             "replicas": {
-                name: [self._plain(data) for data in each.got]
+                name: [self._plain(received.raw) for received in each.requests]
                 for name, each in self.replicas.items()
             },
             "state": state,

@@ -31,7 +31,6 @@ from tests.mural_router.proxy.express_stage import (
     ACME,
     ADMIN,
     ANSWER,
-    BOUND_S,
     CHUNKED,
     DIGEST,
     DONE_EVENT,
@@ -42,18 +41,15 @@ from tests.mural_router.proxy.express_stage import (
     USAGE_EVENT,
     Here,
     Setting,
-    Turn,
     answers_after,
     bearer,
     counts,
     held,
-    lose,
     request,
-    says,
-    silence,
     whole,
 )
 from tests.mural_router.proxy.full_backlog import full_backlog
+from tests.mural_router.proxy.scripted_replica import BOUND_S, Received, lose, says, silence
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")
 
@@ -112,9 +108,9 @@ async def a_head_and_a_body_in_pieces(here: Here) -> None:
 
 @scenario("unfolded")
 async def a_head_and_a_break(here: Here) -> None:
-    async def half(turn: Turn) -> None:
-        await turn.send(HEAD % len(ANSWER))
-        turn.writer.close()
+    async def half(received: Received) -> None:
+        await received.send(HEAD % len(ANSWER))
+        received.writer.close()
 
     here.plays(half)
     assert (await here.ask()).startswith(b"HTTP/1.1 200")
@@ -128,9 +124,9 @@ async def a_head_and_more_than_its_body(here: Here) -> None:
 
 @scenario("unfolded", http=HttpSettings(port=0, idle_timeout_s=0.05))
 async def a_head_and_silence(here: Here) -> None:
-    async def stops(turn: Turn) -> None:
-        await turn.send(HEAD % len(ANSWER))
-        await turn.until_closed()
+    async def stops(received: Received) -> None:
+        await received.send(HEAD % len(ANSWER))
+        await received.until_closed()
 
     here.plays(stops)
     assert (await here.ask()).startswith(b"HTTP/1.1 503")
@@ -141,10 +137,10 @@ async def a_head_and_a_client_that_leaves(here: Here) -> None:
     ended = asyncio.Event()
     client = await here.client()
 
-    async def leaves(turn: Turn) -> None:
-        await turn.send(HEAD % len(ANSWER))
+    async def leaves(received: Received) -> None:
+        await received.send(HEAD % len(ANSWER))
         client.leave()
-        await turn.until_closed()
+        await received.until_closed()
         ended.set()
 
     here.plays(leaves)
@@ -156,11 +152,11 @@ async def a_head_and_a_client_that_leaves(here: Here) -> None:
 async def a_head_and_a_drain(here: Here) -> None:
     began, go = asyncio.Event(), asyncio.Event()
 
-    async def waits(turn: Turn) -> None:
-        await turn.send(HEAD % len(ANSWER))
+    async def waits(received: Received) -> None:
+        await received.send(HEAD % len(ANSWER))
         began.set()
         await go.wait()
-        await turn.send(ANSWER)
+        await received.send(ANSWER)
 
     here.plays(waits)
     client = await here.client()
@@ -177,10 +173,10 @@ async def a_head_and_a_drain(here: Here) -> None:
 async def a_head_and_a_drain_that_ends_it(here: Here) -> None:
     began = asyncio.Event()
 
-    async def stops(turn: Turn) -> None:
-        await turn.send(HEAD % len(ANSWER))
+    async def stops(received: Received) -> None:
+        await received.send(HEAD % len(ANSWER))
         began.set()
-        await turn.until_closed()
+        await received.until_closed()
 
     here.plays(stops)
     client = await here.client()
@@ -274,7 +270,7 @@ async def a_replica_that_fails(here: Here) -> None:
 async def a_replica_that_does_not_know_the_router(here: Here) -> None:
     here.plays(says(whole(b"{}", "401 Unauthorized")))
     await here.ask()
-    assert len(here.replicas["b"].got) == 1
+    assert len(here.replicas["b"].requests) == 1
 
 
 @scenario("unfolded")
@@ -295,7 +291,7 @@ async def an_overloaded_replica_marked_and_not(here: Here) -> None:
 
 @scenario("unfolded", engine="vllm", replicas=({}, {}))
 async def an_overloaded_vllm(here: Here) -> None:
-    home = next(name for name, each in here.replicas.items() if each.got)
+    home = next(name for name, each in here.replicas.items() if each.requests)
     here.plays(says(whole(b"{}", "503 Busy")), replica=home)
     assert (await here.ask()).startswith(b"HTTP/1.1 200")
 
@@ -374,9 +370,9 @@ async def no_replica_answers(here: Here) -> None:
 
 @scenario("unfolded")
 async def a_body_breaks(here: Here) -> None:
-    async def half(turn: Turn) -> None:
-        await turn.send(whole()[:-9])
-        turn.writer.close()
+    async def half(received: Received) -> None:
+        await received.send(whole()[:-9])
+        received.writer.close()
 
     here.plays(half)
     client = await here.client()
@@ -386,9 +382,9 @@ async def a_body_breaks(here: Here) -> None:
 
 @scenario("unfolded")
 async def a_stream_breaks(here: Here) -> None:
-    async def half(turn: Turn) -> None:
-        await turn.send(EVENTS + chunk(b'data: {"choices":[{}]}\n\n') + b"ff\r\ndata")
-        turn.writer.close()
+    async def half(received: Received) -> None:
+        await received.send(EVENTS + chunk(b'data: {"choices":[{}]}\n\n') + b"ff\r\ndata")
+        received.writer.close()
 
     here.plays(half)
     client = await here.client()
@@ -421,9 +417,9 @@ async def bytes_after_the_end(here: Here) -> None:
 
 @scenario("whole", "whole")
 async def bytes_that_nobody_asked_for(here: Here) -> None:
-    async def twice(turn: Turn) -> None:
-        await turn.send(whole())
-        await turn.send(whole(b'{"evil":1}'))
+    async def twice(received: Received) -> None:
+        await received.send(whole())
+        await received.send(whole(b'{"evil":1}'))
 
     here.plays(twice)
     await here.ask()
@@ -440,9 +436,9 @@ async def silence_before_the_answer(here: Here) -> None:
 
 @scenario("unfolded", http=HttpSettings(port=0, idle_timeout_s=0.05))
 async def silence_amid_an_answer(here: Here) -> None:
-    async def stops(turn: Turn) -> None:
-        await turn.send(whole()[:-9])
-        await turn.until_closed()
+    async def stops(received: Received) -> None:
+        await received.send(whole()[:-9])
+        await received.until_closed()
 
     here.plays(stops)
     client = await here.client()
@@ -452,10 +448,10 @@ async def silence_amid_an_answer(here: Here) -> None:
 
 @scenario("unfolded", "unfolded")
 async def a_replica_that_answers_nobody(here: Here) -> None:
-    async def begins(turn: Turn) -> None:
-        await turn.send(EVENTS + chunk(b"data: 1\n\n"))
+    async def begins(received: Received) -> None:
+        await received.send(EVENTS + chunk(b"data: 1\n\n"))
         await here.until(lambda: here.metrics.retries["made"])
-        await turn.send(chunk(DONE_EVENT) + LAST_CHUNK)
+        await received.send(chunk(DONE_EVENT) + LAST_CHUNK)
 
     # A second kept connection: without one a request is not of the express way.
     go = asyncio.Event()
@@ -463,7 +459,7 @@ async def a_replica_that_answers_nobody(here: Here) -> None:
     here.plays(answers_after(go))
     for client in two:
         client.send(request(key=ADMIN, n=2))
-    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    await here.until(lambda: len(here.replicas["a"].requests) == 3)
     go.set()
     for client in two:
         await client.answer()
@@ -472,7 +468,7 @@ async def a_replica_that_answers_nobody(here: Here) -> None:
     await two[0].reader.readuntil(b"data: 1\n\n")
     here.plays(silence)
     two[1].send(request())
-    await here.until(lambda: len(here.replicas["a"].got) == 5)
+    await here.until(lambda: len(here.replicas["a"].requests) == 5)
     here.replica("a", ready=False, stale=True, silent=True)
     assert b"x-mural-replica: b\r\n" in await two[1].answer()
     # What has begun may go on.
@@ -486,7 +482,7 @@ async def the_only_replica_answers_nobody(here: Here) -> None:
     here.plays(silence)
     client = await here.client()
     client.send(request())
-    await here.until(lambda: len(here.replicas["a"].got) == 2)
+    await here.until(lambda: len(here.replicas["a"].requests) == 2)
     here.replica("a", stale=True, silent=True)
     answer = await client.answer()
     assert answer.startswith(b"HTTP/1.1 503")
@@ -515,9 +511,9 @@ async def tls_on_both_sides(here: Here) -> None:
     # The one to b was kept; a client that leaves ends its replica's work.
     ended = asyncio.Event()
 
-    async def leaves(turn: Turn) -> None:
+    async def leaves(received: Received) -> None:
         client.leave()
-        await turn.until_closed()
+        await received.until_closed()
         ended.set()
 
     here.plays(leaves)
@@ -533,9 +529,9 @@ async def a_client_leaves_before_the_answer(here: Here) -> None:
     client = await here.client()
     ended = asyncio.Event()
 
-    async def leaves(turn: Turn) -> None:
+    async def leaves(received: Received) -> None:
         client.leave()
-        await turn.until_closed()
+        await received.until_closed()
         ended.set()
 
     here.plays(leaves)
@@ -548,11 +544,11 @@ async def a_client_leaves_amid_a_stream(here: Here) -> None:
     client = await here.client()
     ended = asyncio.Event()
 
-    async def leaves(turn: Turn) -> None:
-        await turn.send(EVENTS + chunk(b'data: {"choices":[{}]}\n\n'))
+    async def leaves(received: Received) -> None:
+        await received.send(EVENTS + chunk(b'data: {"choices":[{}]}\n\n'))
         await client.reader.readuntil(b"{}]}\n\n")
         client.leave()
-        await turn.until_closed()
+        await received.until_closed()
         ended.set()
 
     here.plays(leaves)
@@ -735,14 +731,14 @@ async def heads_that_need_a_look(here: Here) -> None:
 async def a_drain_with_one_in_flight(here: Here) -> None:
     go = asyncio.Event()
 
-    async def waits(turn: Turn) -> None:
+    async def waits(received: Received) -> None:
         await go.wait()
-        await turn.send(whole())
+        await received.send(whole())
 
     here.plays(waits)
     client = await here.client()
     client.send(request())
-    await here.until(lambda: len(here.replicas["a"].got) == 2)
+    await here.until(lambda: len(here.replicas["a"].requests) == 2)
     draining = asyncio.create_task(here.proxy.drain(BOUND_S))
     await here.until(lambda: here.server.draining)
     go.set()
@@ -755,7 +751,7 @@ async def a_drain_that_ends_one_in_flight(here: Here) -> None:
     here.plays(silence)
     client = await here.client()
     client.send(request())
-    await here.until(lambda: len(here.replicas["a"].got) == 2)
+    await here.until(lambda: len(here.replicas["a"].requests) == 2)
     assert await here.proxy.drain(0.0) == 1
     assert b"shutting down" in await client.rest()
 
@@ -780,7 +776,7 @@ async def a_close_while_one_is_in_flight(here: Here) -> None:
     here.plays(silence)
     client = await here.client()
     client.send(request(n=2))
-    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    await here.until(lambda: len(here.replicas["a"].requests) == 3)
     client.leave()
 
 
@@ -809,7 +805,7 @@ class Digests(VersionSource):
 @scenario("whole", "whole", source=Digests())
 async def a_digest_that_the_store_knows(here: Here) -> None:
     await here.ask()
-    assert b"x-mural-digest: " + b"f" * 64 in here.replicas["a"].got[-1]
+    assert b"x-mural-digest: " + b"f" * 64 in here.replicas["a"].requests[-1].raw
     here.now += 6.0  # It has to be looked up anew, by the slow way.
     await here.ask()
     await here.until(lambda: not here.versions._flights)
@@ -842,7 +838,7 @@ async def an_exact_name_becomes_an_alias_and_is_none_again(here: Here) -> None:
 async def two_names_of_one_version(here: Here) -> None:
     await here.ask("acme:v1")
     await here.ask("acme/default:v1")
-    assert b'"model": "acme:v1"' in here.replicas["a"].got[-1]
+    assert b'"model": "acme:v1"' in here.replicas["a"].requests[-1].raw
 
 
 @scenario()
@@ -882,7 +878,7 @@ async def bounds_of_tokens(here: Here) -> None:
 @scenario("whole", engine="vllm", replicas=({}, {}))
 async def a_vllm_replica(here: Here) -> None:
     await here.ask()
-    got = next(each.got[-1] for each in here.replicas.values() if each.got)
+    got = next(each.requests[-1].raw for each in here.replicas.values() if each.requests)
     assert b"authorization: Bearer pod-1\r\n" in got
     assert b"cache_salt" in got
     assert b"x-mural-tenant" not in got
@@ -890,10 +886,10 @@ async def a_vllm_replica(here: Here) -> None:
 
 @scenario("unfolded", engine="vllm", replicas=({}, {}))
 async def a_vllm_stream(here: Here) -> None:
-    home = next(name for name, each in here.replicas.items() if each.got)
+    home = next(name for name, each in here.replicas.items() if each.requests)
     here.plays(says(EVENTS, chunk(USAGE_EVENT), chunk(DONE_EVENT), LAST_CHUNK), replica=home)
     assert b"prompt_tokens" not in await here.ask(stream=True)
-    assert b"include_usage" in here.replicas[home].got[-1]
+    assert b"include_usage" in here.replicas[home].requests[-1].raw
 
 
 # -- who asks -------------------------------------------------------------------------------------
@@ -932,7 +928,7 @@ async def a_key_whose_limits_are_changed(here: Here) -> None:
     here.keys.ring = KeyRing([replace(stored, principal=limited)])
     await here.ask()
     assert (await here.ask()).startswith(b"HTTP/1.1 429")
-    assert b"x-mural-weight: 3\r\n" in here.replicas["a"].got[-1]
+    assert b"x-mural-weight: 3\r\n" in here.replicas["a"].requests[-1].raw
 
 
 @scenario()
@@ -989,14 +985,14 @@ async def a_limit_of_sequences(here: Here) -> None:
     two = [await here.client() for _ in range(2)]
     for client in two:
         client.send(request(key=ADMIN, n=2))
-    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    await here.until(lambda: len(here.replicas["a"].requests) == 3)
     go.set()
     for client in two:
         await client.answer()
     go.clear()
     here.plays(answers_after(go))
     two[0].send(request())
-    await here.until(lambda: len(here.replicas["a"].got) == 4)
+    await here.until(lambda: len(here.replicas["a"].requests) == 4)
     assert (await here.ask()).startswith(b"HTTP/1.1 429")
     go.set()
     await two[0].answer()
@@ -1092,9 +1088,9 @@ async def the_replica_is_gone(here: Here) -> None:
 async def the_replica_leaves_while_it_answers(here: Here) -> None:
     await here.ask()
 
-    async def leaves(turn: Turn) -> None:
+    async def leaves(received: Received) -> None:
         here.source.set(*(each for each in here.source.fleet.replicas if each.name != "a"))
-        await turn.send(whole())
+        await received.send(whole())
 
     here.plays(leaves)
     await here.ask()
@@ -1139,7 +1135,7 @@ async def the_routers_token_is_another(here: Here) -> None:
     await here.ask()
     here.routing.options = replace(here.routing.options, router_token="token-2")
     await here.ask()
-    assert b"authorization: Bearer token-2\r\n" in here.replicas["a"].got[-1]
+    assert b"authorization: Bearer token-2\r\n" in here.replicas["a"].requests[-1].raw
 
 
 @scenario("whole", "unfolded")
@@ -1160,15 +1156,15 @@ async def the_loads_end_trouble(here: Here) -> None:
     """One that was sent before another failed ends the trouble, by whichever way it went."""
     go = asyncio.Event()
 
-    async def waits(turn: Turn) -> None:
+    async def waits(received: Received) -> None:
         await go.wait()
-        await turn.send(whole())
+        await received.send(whole())
 
     await here.ask()
     here.plays(waits)
     client = await here.client()
     client.send(request())
-    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    await here.until(lambda: len(here.replicas["a"].requests) == 3)
     here.plays(says(whole(b"{}", "500 Oh")))
     await here.ask(n=2)
     assert here.breakers.troubled
@@ -1182,16 +1178,16 @@ async def nobody_is_overtaken(here: Here) -> None:
     """While one waits for a place nobody else is given one, whatever he asks for."""
     go = asyncio.Event()
 
-    async def waits(turn: Turn) -> None:
+    async def waits(received: Received) -> None:
         await go.wait()
-        await turn.send(whole())
+        await received.send(whole())
 
     await here.ask()
     here.replica("b", ready=False)
     here.plays(waits)
     first = await here.client()
     first.send(request(n=6, key=ADMIN))
-    await here.until(lambda: len(here.replicas["a"].got) == 3)
+    await here.until(lambda: len(here.replicas["a"].requests) == 3)
     waiting, after = await here.client(), await here.client()
     waiting.send(request("globex:v4", key=bearer(GLOBEX), prompt="waits", n=5))
     await here.until(lambda: here.queue.waiting == 1)
@@ -1207,11 +1203,11 @@ async def nobody_is_overtaken(here: Here) -> None:
 @scenario("whole", "unfolded")
 async def an_attempt_is_counted_while_it_is_on_its_way(here: Here) -> None:
     for answer in ([whole()], [HEAD % len(ANSWER), ANSWER[:9], ANSWER[9:]]):
-        go, before = asyncio.Event(), len(here.replicas["a"].got)
+        go, before = asyncio.Event(), len(here.replicas["a"].requests)
         here.plays(answers_after(go, *answer))
         client = await here.client()
         client.send(request())
-        await here.until(lambda before=before: len(here.replicas["a"].got) == before + 1)
+        await here.until(lambda before=before: len(here.replicas["a"].requests) == before + 1)
         here.seen.append("\n".join(counts(here.metrics.exposition().decode())).encode())
         assert here.dispatch.ledger.in_flight("a") == 1
         assert here.limiter.snapshot().tenants == ()
@@ -1312,10 +1308,10 @@ async def test_what_is_in_flight_is_counted_and_bounded(here: Here) -> None:
 async def test_a_body_is_kept_once_when_its_answer_comes_in_pieces(here: Here) -> None:
     go = asyncio.Event()
 
-    async def stream(turn: Turn) -> None:
-        await turn.send(EVENTS + chunk(b"data: 1\n\n"))
+    async def stream(received: Received) -> None:
+        await received.send(EVENTS + chunk(b"data: 1\n\n"))
         await go.wait()
-        await turn.send(LAST_CHUNK)
+        await received.send(LAST_CHUNK)
 
     here.plays(stream)
     client = await here.client()

@@ -9,9 +9,11 @@ import pytest
 
 from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.settings import HttpSettings
+from tests.mural_router.proxy.scripted_replica import lose
 
 if TYPE_CHECKING:
-    from tests.mural_router.proxy.conftest import MakeStand, Received
+    from tests.mural_router.proxy.conftest import MakeStand
+    from tests.mural_router.proxy.scripted_replica import Received
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"
 
@@ -159,9 +161,6 @@ async def test_a_body_that_goes_wrong_amid_its_answer_ends_the_connection(
 
 
 async def test_a_read_is_asked_again_and_a_write_is_not(stand: MakeStand) -> None:
-    async def lose(received: Received) -> None:
-        received.writer.transport.abort()
-
     async def answer(received: Received) -> None:
         await received.send(OK)
 

@@ -15,9 +15,11 @@ from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.exchange import Exchange
 from mural_router.http.settings import HttpSettings
 from mural_router.proxy.relay import InferenceRelay
+from tests.mural_router.proxy.scripted_replica import lose, silence
 
 if TYPE_CHECKING:
-    from tests.mural_router.proxy.conftest import MakeStand, Received, Script
+    from tests.mural_router.proxy.conftest import MakeStand
+    from tests.mural_router.proxy.scripted_replica import Received, Script
 
 BODY = b'{"model":"acme:v1","prompt":"hi"}'
 STREAM = b'{"model":"acme:v1","prompt":"hi","stream":true}'
@@ -43,10 +45,6 @@ async def stream(received: Received) -> None:
     await received.send(EVENTS_HEAD)
     await received.send(*(chunk(event(str(i))) for i in range(5)))
     await received.send(chunk(USAGE_EVENT), chunk(DONE_EVENT), LAST_CHUNK)
-
-
-async def lose(received: Received) -> None:
-    received.writer.transport.abort()
 
 
 async def test_an_answer_comes_back_with_the_routers_headers(stand: MakeStand) -> None:
@@ -249,7 +247,7 @@ async def test_a_replica_lost_between_head_and_body_is_replaced(stand: MakeStand
 
 async def test_a_replica_that_takes_no_connection_is_replaced(stand: MakeStand) -> None:
     here = await stand(answer, answer)
-    await here.replicas[0].stop()
+    here.replicas[0].close()
     client = await here.client()
     client.post(BODY)
     status, fields, _ = await client.answer()
@@ -308,7 +306,7 @@ async def test_without_another_replica_the_client_is_told(stand: MakeStand) -> N
     status, _, body = await client.answer()
     assert status == 502
     assert json.loads(body)["error"]["code"] == "replica_failed"
-    await here.replicas[0].stop()
+    here.replicas[0].close()
     client.post(BODY)
     status, fields, _ = await client.answer()
     assert status == 503
@@ -452,10 +450,6 @@ async def test_a_silent_replica_is_given_up_and_not_asked_for_again(stand: MakeS
 
 async def head_and_silence(received: Received) -> None:
     await received.send(EVENTS_HEAD)
-    await received.until_closed()
-
-
-async def silence(received: Received) -> None:
     await received.until_closed()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,12 @@ import pytest
 import trustme
 
 from mural_resolvers.errors import Unauthorized
-from mural_router.fleet.endpoint import Endpoint
 from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.settings import HttpSettings, TlsSettings
 
 if TYPE_CHECKING:
-    from tests.mural_router.proxy.conftest import MakeStand, Received
+    from tests.mural_router.proxy.conftest import MakeStand
+    from tests.mural_router.proxy.scripted_replica import Received
 
 GET = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 
@@ -341,9 +342,9 @@ async def test_tls_on_both_sides_with_certificates_of_both(
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
     context.load_cert_chain(replica_cert, replica_key)
     context.verify_mode = ssl.CERT_REQUIRED
-    await here.replicas[0].stop()
-    plain = await here.replicas[0].start("r0", ssl=context)
-    here.routing.endpoints = [Endpoint("r0", "localhost", plain.port, tls=True)]
+    here.replicas[0].close()
+    endpoint = await here.replicas[0].listen("r0", context=context)
+    here.routing.endpoints = [replace(endpoint, host="localhost")]
     reader, writer = await asyncio.open_connection(
         "localhost", here.proxy.port, ssl=certificates.client_context()
     )
@@ -376,9 +377,9 @@ async def test_a_replica_of_another_authority_is_not_spoken_to(
     stranger = trustme.CA().issue_cert("localhost")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     stranger.configure_cert(context)
-    await here.replicas[0].stop()
-    plain = await here.replicas[0].start("r0", ssl=context)
-    here.routing.endpoints = [Endpoint("r0", "localhost", plain.port, tls=True)]
+    here.replicas[0].close()
+    endpoint = await here.replicas[0].listen("r0", context=context)
+    here.routing.endpoints = [replace(endpoint, host="localhost")]
     client = await here.client()
     client.post(b"{}")
     assert (await client.answer())[0] == 503

@@ -15,7 +15,8 @@ import pytest
 
 from mural_resolvers.tenants import TenantLimits
 from mural_router.http.scan import plain_request
-from tests.mural_router.proxy.express_stage import Here, Setting, says
+from tests.mural_router.proxy.express_stage import Here, Setting
+from tests.mural_router.proxy.scripted_replica import says
 
 SETTING = Setting(
     engine="vllm", replicas=({}, {}), limits=TenantLimits(tokens_per_minute=1_000_000)
@@ -88,13 +89,13 @@ class Played:
 async def played(authorities: str, express: bool, *pieces: bytes, **members: object) -> Played:
     here = Here(SETTING, authorities, express=express)
     await here.begin()
-    home = next(name for name, each in here.replicas.items() if each.got)
+    home = next(name for name, each in here.replicas.items() if each.requests)
     here.plays(says(*pieces), replica=home)
     answer = await here.ask(**members)
     await here.at_rest()
     troubled = bool(here.breakers.troubled)
     (tenant,) = here.limiter.snapshot().tenants  # type: ignore[attr-defined] # a test may put its own there
-    asked = {name: len(each.got) - (name == home) for name, each in here.replicas.items()}
+    asked = {name: len(each.requests) - (name == home) for name, each in here.replicas.items()}
     await here.end()
     return Played(home, answer, here.used, here.lines[-1], tenant.tokens, asked, troubled)
 

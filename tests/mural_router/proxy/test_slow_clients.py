@@ -13,7 +13,8 @@ from mural_router.http.client import ClientConnection
 from mural_router.http.exchange import Exchange
 from mural_router.http.scan import plain_request
 from mural_router.http.settings import HttpSettings
-from tests.mural_router.proxy.express_stage import BOUND_S, Here, Setting, request
+from tests.mural_router.proxy.express_stage import Here, Setting, request
+from tests.mural_router.proxy.scripted_replica import BOUND_S
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
 BEGINNINGS = (HEAD + b"x-more: ", HEAD + b"content-length: 100000\r\n\r\n", HEAD[:3])
@@ -64,7 +65,7 @@ async def test_others_are_answered_while_many_drip_their_requests(
             assert (state.requests, state.buffered_bytes) == (0, 0)
             here.seen.clear()
             for each in here.replicas.values():
-                each.got.clear()
+                each.requests.clear()
             here.used.clear()
             del answers, refused
             gc.collect()

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from mural_router.http.scan import plain_request
-from tests.mural_router.proxy.express_stage import BOUND_S, Here, Setting, request
+from tests.mural_router.proxy.express_stage import Here, Setting, request
+from tests.mural_router.proxy.scripted_replica import BOUND_S
 
 if TYPE_CHECKING:
-    from tests.mural_router.proxy.conftest import MakeStand, Received, Stand
+    from tests.mural_router.proxy.conftest import MakeStand, Stand
+    from tests.mural_router.proxy.scripted_replica import Received
 
 SMUGGLED = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n{}"
 TE = b"Transfer-Encoding"
@@ -306,7 +308,7 @@ async def express_statuses_of(here: Here, pieces: list[bytes]) -> list[int]:
 
 async def express_taken(here: Here, requests: list[bytes]) -> list[tuple[list[bytes], list[int]]]:
     """As `taken`: those that were not refused with one answer, after the plain one's."""
-    got = here.replicas["a"].got
+    got = here.replicas["a"].requests
     wrong = []
     for data in requests:
         for pieces in deliveries(data):
@@ -351,5 +353,5 @@ async def test_a_plain_requests_field_of_another_name_is_not_passed_on(
         client = await express.client()
         client.send(in_a_plain_request(gadget))
         assert (await client.answer()).startswith(b"HTTP/1.1 200")
-        assert b"ransfer" not in express.replicas["a"].got[-1]
+        assert b"ransfer" not in express.replicas["a"].requests[-1].raw
     assert express.used[-1:] == ["whole"]
