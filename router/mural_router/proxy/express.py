@@ -18,12 +18,7 @@ from mural_resolvers.errors import MuralError
 from mural_resolvers.redaction import holds_secret
 from mural_router.http.exchange import WholeExchange, status_line
 from mural_router.http.head import ResponseHead, parse_request_head
-from mural_router.http.scan import (
-    PlainRequest,
-    plain_answer,
-    plain_answer_head,
-    plain_request,
-)
+from mural_router.http.scan import plain_answer, plain_answer_head, plain_request
 from mural_router.http.settings import HttpSettings
 from mural_router.http.upstream import Caller, ReplicaConnection, ReplicaPool
 from mural_router.proxy.relay import InferenceRelay, Sent, ask_of, refusal_of
@@ -79,14 +74,25 @@ class ExpressLane:
         plain = self._read(data, self._max_head_bytes, self.max_fields)
         if plain is None:
             return None
+        (
+            asked,
+            prompt_bytes,
+            max_tokens,
+            stream,
+            body_at,
+            model_at,
+            after_model,
+            asks_usage,
+            request_id,
+            trace,
+        ) = plain
         try:
-            flow = self._flows.find(plain[0])
+            flow = self._flows.find(asked)
         except Exception:
             # The ordinary way meets it too, and answers.
             return None
-        if flow is None or len(data) - plain[4] > self._max_body_bytes:
+        if flow is None or len(data) - body_at > self._max_body_bytes:
             return None
-        _, prompt_bytes, max_tokens, stream, body_at, _, _, _, request_id, _ = plain
         if request_id is not None and holds_secret(request_id):
             # It gets another one there.
             return None
@@ -103,7 +109,10 @@ class ExpressLane:
         if request is None:
             self.pool.put_back(replica)
             return None
-        return _Carried(self, connection, data, plain, request, replica)
+        value = flow.value_of_stream if stream and not asks_usage else flow.value
+        return _Carried(
+            self, connection, data, body_at, model_at, after_model, value, trace, request, replica
+        )
 
 
 class _Express(WholeExchange):
@@ -158,9 +167,9 @@ class _Carried(_Express, Caller):
         "_after_model",
         "_held",
         "_model_at",
-        "_passed_on",
         "_replica",
         "_request",
+        "_trace",
         "_value",
     )
 
@@ -169,16 +178,18 @@ class _Carried(_Express, Caller):
         lane: ExpressLane,
         connection: ClientConnection,
         data: bytes,
-        plain: PlainRequest,
+        body_at: int,
+        model_at: int,
+        after_model: int,
+        value: bytes,
+        trace: bytes,
         request: FlowRequest,
         replica: ReplicaConnection,
     ) -> None:
         super().__init__(connection, _PLAIN, monotonic())
-        self._lane, self._data = lane, data
-        _, _, _, stream, self._body_at, self._model_at, self._after_model, asks_usage, _, _ = plain
-        self._passed_on = plain[9]
-        flow = request.flow
-        self._value = flow.value_of_stream if stream and not asks_usage else flow.value
+        self._lane, self._data, self._body_at = lane, data, body_at
+        self._model_at, self._after_model = model_at, after_model
+        self._value, self._trace = value, trace
         self._request = request
         self._held = b""
         """The answer's head, until something of its body comes."""
@@ -197,7 +208,7 @@ class _Carried(_Express, Caller):
             size,
             flow.identity,
             request.request_id.encode("ascii"),
-            self._passed_on,
+            self._trace,
         )
         replica.send(self, (head, before, value, after), first=self._is_answer)
 
