@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
+# An assertion that fails says as much in a module that tests share as in a test.
+pytest.register_assert_rewrite(*(f"tests.{room.name}" for room in Path(__file__).parent.iterdir()))
+
 TinyModel = Callable[[str], Path]
 END_TO_END = "tests/e2e/"
 
