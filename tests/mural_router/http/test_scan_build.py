@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from mural_router.http import scan
+from tests.mural_router.http.scan_alike import native_reader
+
 ROOT = Path(__file__).parents[3]
 LIBRARY = Path("router", "mural_router", "http", "_scan.abi3.so")
 SOURCES = Path("router", "native")
@@ -84,6 +87,7 @@ def test_the_library_is_of_the_sources_beside_it_and_leaves_an_earlier_one_as_it
 
 
 def digest_of(checkout: Path) -> str:
+    # By its path: to import the server's operators is to import torch.
     path = checkout / NEEDED[-1]
     spec = importlib.util.spec_from_file_location("mural_source_digest", path)
     assert spec is not None
@@ -91,6 +95,14 @@ def digest_of(checkout: Path) -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return str(module.source_digest(checkout / SOURCES))
+
+
+@native_reader
+def test_it_was_built_where_it_had_to_be_and_from_the_sources_that_stand_here() -> None:
+    assert scan.plain_request is not None, "not built: make native"
+    from mural_router.http._scan import SOURCE_DIGEST
+
+    assert digest_of(ROOT) == SOURCE_DIGEST, "stale: make native"
 
 
 @headers

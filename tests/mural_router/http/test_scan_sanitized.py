@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PROGRAM = Path(__file__).with_name("scan_under_sanitizers.py")
+PROGRAM = "tests.mural_router.http.scan_under_sanitizers"
 MESSAGES = 5_000
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ def test_no_message_has_it_read_or_reckon_beyond_what_is_there(
         environment |= {"ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc"}
         environment["LD_PRELOAD"] = library_of(compiler, "libasan.so")
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(library), kind, str(MESSAGES)],
+        [sys.executable, "-m", PROGRAM, str(library), kind, str(MESSAGES)],
         env=environment,
         capture_output=True,
         text=True,
