@@ -80,7 +80,7 @@ def engine_settings(given: Mapping[str, object]) -> EngineSettings:
     if isinstance(modules, list):
         fields["lora_target_modules"] = tuple(modules)
     if not fields.get("model"):
-        from mural_server.models.source import default_model_path
+        from mural_server.models.location import default_model_path
 
         try:
             fields["model"] = default_model_path()

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Decoded", "IncrementalDetokenizer", "StopStrings", "TokenText", "TokenTexts"]
 
@@ -31,19 +30,15 @@ class TokenTexts:
 
     A byte-level BPE (GPT-2, Llama 3, Qwen, SmolLM) is known by its decoder, and its tokens are
     bytes whatever stands around them. Every other decoder is asked about tokens in context.
-    Raises ``TypeError`` for a tokenizer that is not a fast one.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, Tokenizer):
-            raise TypeError(f"{type(tokenizer).__name__} is not a fast tokenizer")
-        self._backend = backend
-        state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {}
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._backend = tokenizer
+        state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else {}
         self._kinds = {part["type"] for part in state.get("decoders", [state]) if part}
         self.is_byte_level = self._kinds == {"ByteLevel"}
         self._byte_of = _byte_of_char()
-        added = backend.get_added_tokens_decoder()
+        added = tokenizer.get_added_tokens_decoder()
         self.special = frozenset(i for i, token in added.items() if token.special)
         self._added = {i: token.content for i, token in added.items()}
         self._data: dict[int, bytes] = {}

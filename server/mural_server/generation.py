@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
 
 from mural_resolvers.errors import Unavailable, error_from_status
 from mural_resolvers.request import LoRARequest
@@ -64,7 +64,7 @@ class RequestUpdate(msgspec.Struct, kw_only=True):
 class Generator:
     """Fans a request out to the engine and gives back text. For one event loop."""
 
-    def __init__(self, client: EngineClient, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer) -> None:
         self._client = client
         self.texts = TokenTexts(tokenizer)
 

@@ -36,7 +36,8 @@ from mural_server.engine.client import EngineInfo
 from mural_server.engine.local import LocalEngine
 from mural_server.engine.messages import EngineStats, TokenLogprobs
 from mural_server.generation import GenerateRequest, Generator
-from mural_server.models.source import default_model_path, load_tokenizer
+from mural_server.models.location import default_model_path
+from mural_server.models.source import fast_backend, load_tokenizer
 from mural_server.sampling_params import SamplingParams
 from mural_server.settings import EngineSettings, SettingsError
 
@@ -134,11 +135,12 @@ class LLM:
         try:
             sources = _sources(adapter_dir, adapter_sources)
             self.tokenizer = load_tokenizer(path)
+            backend = fast_backend(self.tokenizer)
             self._engine = self._run(_start(settings))
         except BaseException:
             self._stop_loop()
             raise
-        self._generator = Generator(self._engine, self.tokenizer)
+        self._generator = Generator(self._engine, backend)
         try:
             self._registry = open_registry(
                 sources, self.info.base_spec, self._ids, resolvers=resolvers

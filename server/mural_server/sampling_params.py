@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen."""
+"""How one request wants its tokens chosen, and what the model recommends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 1024
 SEED_BITS = 63
+
+
+class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``generation_config.json`` recommends; None where it is silent."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

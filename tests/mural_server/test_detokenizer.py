@@ -76,7 +76,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-BYTES = TokenTexts(byte_tokenizer())
+BYTES = TokenTexts(byte_tokenizer().backend_tokenizer)
 ID_OF_BYTE = {byte: ALPHABET.index(char) for byte, char in bytes_to_unicode().items()}
 
 
@@ -97,7 +97,9 @@ def pieces_of(detokenizer: IncrementalDetokenizer, token_ids: Sequence[int]) -> 
 def test_random_tokens_add_up_to_what_the_tokenizer_decodes(
     smollm2: PreTrainedTokenizerBase, ids: list[int], skip: bool
 ) -> None:
-    detokenizer = IncrementalDetokenizer(TokenTexts(smollm2), skip_special_tokens=skip)
+    detokenizer = IncrementalDetokenizer(
+        TokenTexts(smollm2.backend_tokenizer), skip_special_tokens=skip
+    )
     expected = smollm2.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of(detokenizer, ids)) == expected
 
@@ -108,7 +110,7 @@ def test_text_comes_back_and_no_piece_holds_half_a_character(
     smollm2: PreTrainedTokenizerBase, text: str
 ) -> None:
     ids = smollm2.encode(text)
-    pieces = pieces_of(IncrementalDetokenizer(TokenTexts(smollm2)), ids)
+    pieces = pieces_of(IncrementalDetokenizer(TokenTexts(smollm2.backend_tokenizer)), ids)
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -141,7 +143,7 @@ def test_other_decoders_give_the_text_that_they_give_in_one_go(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
     ids = tokenizer.backend_tokenizer.encode(text).ids
-    pieces = pieces_of(IncrementalDetokenizer(TokenTexts(tokenizer)), ids)
+    pieces = pieces_of(IncrementalDetokenizer(TokenTexts(tokenizer.backend_tokenizer)), ids)
     assert "".join(pieces) == tokenizer.backend_tokenizer.decode(ids)
     if tokenizer is not OTHER_TOKENIZERS["metaspace"] and "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
@@ -154,7 +156,9 @@ def test_other_decoders_give_the_text_that_they_give_in_one_go(
 def test_other_decoders_agree_on_any_order_of_whole_pieces(
     tokenizer: PreTrainedTokenizerFast, skip: bool, ids: list[int]
 ) -> None:
-    detokenizer = IncrementalDetokenizer(TokenTexts(tokenizer), skip_special_tokens=skip)
+    detokenizer = IncrementalDetokenizer(
+        TokenTexts(tokenizer.backend_tokenizer), skip_special_tokens=skip
+    )
     expected = tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(pieces_of(detokenizer, ids)) == expected
 
@@ -162,7 +166,7 @@ def test_other_decoders_agree_on_any_order_of_whole_pieces(
 def test_the_space_before_the_first_word_stays_behind_a_prompt() -> None:
     tokenizer = OTHER_TOKENIZERS["llama"]
     hello, world = tokenizer.convert_tokens_to_ids(["▁Hello", "▁wor"])
-    texts = TokenTexts(tokenizer)
+    texts = TokenTexts(tokenizer.backend_tokenizer)
     assert pieces_of(IncrementalDetokenizer(texts), [hello, world]) == ["Hello", " wor", ""]
     assert pieces_of(IncrementalDetokenizer(texts, [hello]), [world]) == [" wor", ""]
 
@@ -170,7 +174,7 @@ def test_the_space_before_the_first_word_stays_behind_a_prompt() -> None:
 def test_bytes_that_never_make_a_character_are_not_held_for_ever() -> None:
     tokenizer = OTHER_TOKENIZERS["llama"]
     [byte] = tokenizer.convert_tokens_to_ids(["<0x80>"])
-    detokenizer = IncrementalDetokenizer(TokenTexts(tokenizer))
+    detokenizer = IncrementalDetokenizer(TokenTexts(tokenizer.backend_tokenizer))
     pieces = pieces_of(detokenizer, [byte] * 50)
     assert "".join(pieces) == "\ufffd" * 50
     assert max(map(len, pieces)) <= 8
@@ -186,7 +190,7 @@ def test_several_tokens_at_once_say_the_same() -> None:
 
 
 def test_the_data_of_all_tokens_is_what_they_decode_to(smollm2: PreTrainedTokenizerBase) -> None:
-    texts = TokenTexts(smollm2)
+    texts = TokenTexts(smollm2.backend_tokenizer)
     for token_id in range(0, len(smollm2), 7):
         expected = smollm2.backend_tokenizer.decode([token_id], skip_special_tokens=False)
         assert texts.token_text(token_id).text == expected
@@ -201,19 +205,11 @@ def test_half_a_character_shows_its_bytes() -> None:
 
 def test_sentencepiece_tokens_keep_their_space_and_their_byte() -> None:
     tokenizer = OTHER_TOKENIZERS["llama"]
-    texts = TokenTexts(tokenizer)
+    texts = TokenTexts(tokenizer.backend_tokenizer)
     hello, byte, bos = tokenizer.convert_tokens_to_ids(["▁Hello", "<0xE2>", "<s>"])
     assert texts.token_text(hello) == TokenText(" Hello", b" Hello")
     assert texts.token_text(byte) == TokenText("\ufffd", b"\xe2")
     assert texts.token_text(bos) == TokenText("<s>", b"<s>")
-
-
-def test_a_slow_tokenizer_is_refused() -> None:
-    class Slow:
-        pass
-
-    with pytest.raises(TypeError, match="Slow is not a fast tokenizer"):
-        TokenTexts(Slow())  # type: ignore[arg-type]  # what is tested
 
 
 # -- stop strings --------------------------------------------------------------------------------

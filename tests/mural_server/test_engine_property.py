@@ -49,7 +49,7 @@ from mural_server.engine.wire import (
 )
 from mural_server.generation import GenerateRequest, Generator
 from mural_server.lora.model import LoRAModel
-from mural_server.models.source import load_tokenizer
+from mural_server.models.source import fast_backend, load_tokenizer
 from mural_server.sampling_params import SamplingParams
 from mural_server.settings import EngineSettings
 
@@ -653,7 +653,7 @@ class Tenants:
     async def run(self, engine: LocalEngine, acts: int) -> None:
         ids = LoRAIdAllocator()
         registry = LoRAResolverRegistry([DirectoryResolver(self.root)], engine.info.base_spec, ids)
-        self.generator = Generator(engine, load_tokenizer(str(self.truth.model)))
+        self.generator = Generator(engine, fast_backend(load_tokenizer(str(self.truth.model))))
         self.catalog = AdapterCatalog(
             engine, registry, ids, served=["base"], adapter_wait_s=60.0, roots=[self.root]
         )

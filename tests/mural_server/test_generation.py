@@ -8,7 +8,6 @@ from contextlib import aclosing
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from mural_resolvers.errors import Unavailable, UnusableAdapter
 from mural_resolvers.request import LoRARequest
@@ -29,21 +28,21 @@ END = 256
 Script = Sequence[RequestDelta | Exception]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Tokenizer:
     """One token a byte, and one that ends."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens(["<|end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return made
 
 
 TOKENIZER = tokenizer()
 
 
 def ids_of(text: str) -> list[int]:
-    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False)
+    ids: list[int] = TOKENIZER.encode(text, add_special_tokens=False).ids
     return ids
 
 

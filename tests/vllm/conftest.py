@@ -31,7 +31,8 @@ from mural_resolvers.names import parse_name
 from mural_resolvers.s3 import S3Settings, S3Store
 from mural_resolvers.versions import AliasTarget
 from mural_server import LLM, SamplingParams
-from mural_server.models.source import default_model_path, load_tokenizer
+from mural_server.models.location import default_model_path
+from mural_server.models.source import load_tokenizer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PUBLISHED = ("acme:v1", "acme:v2", "globex:v1", "globex:v2")

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
-from transformers import PreTrainedTokenizerBase
 
 from mural_resolvers.audit import AuditLog
 from mural_resolvers.errors import MuralError
@@ -51,13 +50,10 @@ from mural_server.catalog import AdapterCatalog
 from mural_server.engine.client import EngineClient
 from mural_server.engine.process import start_engine
 from mural_server.generation import Generator
-from mural_server.models.source import (
-    GenerationDefaults,
-    load_generation_defaults,
-    load_tokenizer,
-    model_name,
-)
+from mural_server.models.location import model_name
+from mural_server.sampling_params import GenerationDefaults
 from mural_server.settings import EngineSettings, ServerSettings, SettingsError, is_loopback
+from mural_server.tokenizer import ModelTokenizer
 
 __all__ = ["bind", "build_state", "run_server", "serve_state"]
 
@@ -97,7 +93,7 @@ async def run_server(engine: EngineSettings, settings: ServerSettings) -> int:
 async def build_state(
     settings: ServerSettings,
     client: EngineClient,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: ModelTokenizer,
     defaults: SamplingDefaults,
     *,
     allow_bin_adapters: bool = False,
@@ -120,7 +116,7 @@ async def build_state(
     )
     admission = Admission(client.info.max_num_seqs + settings.max_queued_requests)
     templates = AdapterTemplates(SandboxedRenderer(), catalog.files)
-    generator = _generator(client, tokenizer)
+    generator = Generator(client, tokenizer.backend)
     texts = TextPipeline(
         tokenizer,
         generator.texts,
@@ -216,28 +212,20 @@ def _registry(
 async def _start(
     engine: EngineSettings, settings: ServerSettings, held: AsyncExitStack
 ) -> AppState:
-    reading = asyncio.create_task(asyncio.to_thread(_read_model, engine.model, settings))
-    try:
-        client = await start_engine(engine)
-        held.push_async_callback(client.close)
-        tokenizer, defaults = await reading
-    finally:
-        reading.cancel()
+    client, tokenizer, recommended = await start_engine(engine)
+    held.push_async_callback(client.close)
+    use_recommended = settings.generation_config == "auto"
     state = await held.enter_async_context(
         build_state(
-            settings, client, tokenizer, defaults, allow_bin_adapters=engine.allow_bin_adapters
+            settings,
+            client,
+            await asyncio.to_thread(ModelTokenizer, tokenizer),
+            _sampling_defaults(recommended) if use_recommended else SamplingDefaults(),
+            allow_bin_adapters=engine.allow_bin_adapters,
         )
     )
     await _load_modules(state)
     return state
-
-
-def _read_model(
-    path: str, settings: ServerSettings
-) -> tuple[PreTrainedTokenizerBase, SamplingDefaults]:
-    if settings.generation_config == "none":
-        return load_tokenizer(path), SamplingDefaults()
-    return load_tokenizer(path), _sampling_defaults(load_generation_defaults(path))
 
 
 def _sampling_defaults(found: GenerationDefaults) -> SamplingDefaults:
@@ -263,19 +251,10 @@ async def _load_modules(state: AppState) -> None:
             raise SettingsError(f"--lora-modules {module.name}: {error.message}") from None
 
 
-def _base_template(settings: ServerSettings, tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _base_template(settings: ServerSettings, tokenizer: ModelTokenizer) -> str | None:
     if settings.chat_template is not None:
         return Path(settings.chat_template).read_text(encoding="utf-8")
-    template = tokenizer.chat_template
-    found = template.get("default") if isinstance(template, dict) else template
-    return None if found is None else str(found)
-
-
-def _generator(client: EngineClient, tokenizer: PreTrainedTokenizerBase) -> Generator:
-    try:
-        return Generator(client, tokenizer)
-    except TypeError as error:
-        raise SettingsError(f"The model's tokenizer cannot be used: {error}.") from None
+    return tokenizer.chat_template
 
 
 def _authenticator(settings: ServerSettings) -> Authenticator:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, TypeVarTuple
-
-from transformers import PreTrainedTokenizerBase
 
 from mural_server.api.chat_template import (
     AdapterTemplates,
@@ -20,6 +17,7 @@ from mural_server.api.errors import BadParameter
 from mural_server.api.requests import ChatMessage, TemplateOptions
 from mural_server.catalog import ServedModel
 from mural_server.detokenizer import TokenText, TokenTexts
+from mural_server.tokenizer import ModelTokenizer
 
 __all__ = ["TextPipeline", "check_length"]
 
@@ -41,14 +39,11 @@ def check_length(num_tokens: int, max_model_len: int) -> None:
 
 
 class TextPipeline:
-    """The tokenizer, worked from one thread so that a long prompt stalls no stream.
-
-    ``tokenizer`` is copied: the detokeniser may use the original at the same time.
-    """
+    """The tokenizer, worked from one thread so that a long prompt stalls no stream."""
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: ModelTokenizer,
         token_texts: TokenTexts,
         *,
         max_model_len: int,
@@ -58,12 +53,9 @@ class TextPipeline:
     ) -> None:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self._tokenizer = copy.deepcopy(tokenizer)
-        # The length is checked by us, with a status; the tokenizer only logs a warning.
-        self._tokenizer.model_max_length = int(1e30)
+        self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._templates = templates
-        self._special = _special_tokens(self._tokenizer)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
         self._token_texts = token_texts
 
@@ -78,7 +70,7 @@ class TextPipeline:
                 at="prompt",
                 code="context_length_exceeded",
             )
-        return await self._run(self._encode, text, add_special_tokens)
+        return await self._run(self._tokenizer.encode, text, add_special_tokens)
 
     def check_ids(self, ids: Sequence[int]) -> None:
         """Raise `BadParameter` for an id outside the vocabulary."""
@@ -89,7 +81,7 @@ class TextPipeline:
 
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special ones included."""
-        return await self._run(self._decode, list(ids))
+        return await self._run(self._tokenizer.decode, ids)
 
     async def render_chat(
         self, served: ServedModel, messages: Sequence[ChatMessage], options: TemplateOptions
@@ -100,7 +92,7 @@ class TextPipeline:
         """
         context: dict[str, ContextValue] = {
             **(options.chat_template_kwargs or {}),
-            **self._special,
+            **self._tokenizer.special_tokens,
             "messages": [_as_context(message) for message in messages],
             "tools": None,
             "documents": None,
@@ -134,7 +126,7 @@ class TextPipeline:
 
     def token_names(self, ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary spells them."""
-        return [str(name) for name in self._tokenizer.convert_ids_to_tokens(list(ids))]
+        return [str(name) for name in self._tokenizer.names(ids)]
 
     def close(self) -> None:
         """End the thread; what is under way is finished first."""
@@ -142,13 +134,6 @@ class TextPipeline:
 
     async def _run(self, work: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work, *args)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return ids
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
 def _as_context(message: ChatMessage) -> dict[str, ContextValue]:
@@ -158,12 +143,3 @@ def _as_context(message: ChatMessage) -> dict[str, ContextValue]:
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     return found
-
-
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, ContextValue]:
-    """``bos_token`` and its like, which templates write out."""
-    return {
-        name: str(token)
-        for name, token in tokenizer.special_tokens_map.items()
-        if not isinstance(token, list)
-    }

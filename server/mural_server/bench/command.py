@@ -140,7 +140,8 @@ def _positive(text: str) -> int:
 def _setup(args: argparse.Namespace, folder: str) -> Setup:
     from mural_server.bench.adapters import make_adapters
     from mural_server.engine.build import cpu_flags
-    from mural_server.models.source import default_model_path, load_config
+    from mural_server.models.location import default_model_path
+    from mural_server.models.source import load_config
 
     model = args.model or default_model_path()
     sizes = QUICK if args.quick else Sizes()

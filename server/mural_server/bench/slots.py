@@ -24,7 +24,7 @@ from mural_server.bench.timing import (
 from mural_server.engine.build import build_core
 from mural_server.engine.local import LocalEngine
 from mural_server.generation import GenerateRequest, Generator
-from mural_server.models.source import load_tokenizer
+from mural_server.models.source import fast_backend, load_tokenizer
 from mural_server.sampling_params import SamplingParams
 
 __all__ = ["SlotsCase", "SlotsReport", "measure_slots"]
@@ -68,7 +68,7 @@ async def _measure(setup: Setup) -> SlotsReport:
     )
     engine = LocalEngine(build_core(settings))
     try:
-        clients = _Clients(setup, Generator(engine, load_tokenizer(setup.model)))
+        clients = _Clients(setup, Generator(engine, fast_backend(load_tokenizer(setup.model))))
         few, many = setup.sizes.slots, 2 * setup.sizes.slots
         await clients.run(many, 1)  # warm, and everything in host memory
         samples: dict[tuple[str, int], list[Sample]] = {}

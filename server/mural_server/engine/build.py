@@ -28,7 +28,8 @@ from mural_server.lora.loader import AdapterLoader
 from mural_server.lora.manager import LRUCacheLoRAModelManager
 from mural_server.models.base import CausalLM
 from mural_server.models.loader import load_model
-from mural_server.models.source import eos_token_ids, model_name
+from mural_server.models.location import model_name
+from mural_server.models.source import eos_token_ids
 from mural_server.ops.select import select_ops
 from mural_server.settings import EngineSettings, SettingsError
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import zmq
@@ -26,7 +26,9 @@ import zmq.asyncio
 from mural_server.engine.client import EngineInfo
 from mural_server.engine.connection import ConnectedClient
 from mural_server.engine.wire import Command, Failed, Outputs, Shutdown, Started
+from mural_server.sampling_params import GenerationDefaults
 from mural_server.settings import EngineSettings, SettingsError
+from mural_server.tokenizer import TokenizerState
 
 if TYPE_CHECKING:
     from mural_server.engine.core import EngineCore
@@ -46,7 +48,7 @@ STALLED_POLL_MS = 20
 
 async def start_engine(
     settings: EngineSettings, *, stall_timeout_s: float = STALL_TIMEOUT_S
-) -> ProcessEngine:
+) -> StartedEngine:
     """Start a core and wait until it is ready; one that later stands still is ended.
 
     Raises `SettingsError` with the core's own sentence when it cannot start.
@@ -55,7 +57,7 @@ async def start_engine(
     link = await _open_link()
     try:
         await link.commands.send(msgspec.msgpack.encode(settings))
-        info = await asyncio.wait_for(_await_start(link), START_TIMEOUT_S)
+        started = await asyncio.wait_for(_await_start(link), START_TIMEOUT_S)
     except TimeoutError:
         await link.close()
         raise SettingsError(
@@ -64,7 +66,8 @@ async def start_engine(
     except BaseException:
         await link.close()
         raise
-    return ProcessEngine(info, link, stall_timeout_s)
+    engine = ProcessEngine(started.info, link, stall_timeout_s)
+    return StartedEngine(engine, started.tokenizer, started.defaults)
 
 
 async def _open_link() -> Link:
@@ -104,7 +107,7 @@ async def _open_link() -> Link:
         return Link(folder, context, commands, outputs, child)
 
 
-async def _await_start(link: Link) -> EngineInfo:
+async def _await_start(link: Link) -> Started:
     message = asyncio.ensure_future(link.outputs.recv())
     death = asyncio.ensure_future(link.child.wait())
     try:
@@ -117,7 +120,7 @@ async def _await_start(link: Link) -> EngineInfo:
         death.cancel()
     if isinstance(started, Failed):
         raise SettingsError(started.message)
-    return started.info
+    return started
 
 
 class Link:
@@ -155,6 +158,14 @@ class Link:
                 await self.child.wait()
         self.context.destroy(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class StartedEngine(NamedTuple):
+    """A core that is ready, and what it takes to speak with its model in texts."""
+
+    client: ProcessEngine
+    tokenizer: TokenizerState
+    defaults: GenerationDefaults
 
 
 class ProcessEngine(ConnectedClient):
@@ -245,21 +256,38 @@ def main(folder: str, log_level: int) -> int:
     # Run as a program, this module is called __main__.
     logger.setLevel(log_level)
     try:
-        from mural_server.engine.build import build_core
-
-        core = build_core(settings)
+        core, started = started_core(settings)
     except (SettingsError, MemoryError, OSError, ValueError) as error:
         logger.debug("the core cannot start", exc_info=True)
         outputs.send(msgspec.msgpack.encode(Failed(str(error) or type(error).__name__)))
         context.destroy(linger=int(STOP_TIMEOUT_S * 1000))
         return 1
-    outputs.send(msgspec.msgpack.encode(Started(core.info)))
+    outputs.send(msgspec.msgpack.encode(started))
     try:
         _serve(core, commands, outputs)
     finally:
         core.close()
         context.destroy(linger=0)
     return 0
+
+
+def started_core(settings: EngineSettings) -> tuple[EngineCore, Started]:
+    """Build the core, and say what the parent has to know; raises as `build_core` does."""
+    # What reads models loads torch and transformers, which the parent does without.
+    from mural_server.engine.build import build_core
+    from mural_server.models.source import (
+        load_generation_defaults,
+        load_tokenizer,
+        tokenizer_state,
+    )
+
+    core = build_core(settings)
+    try:
+        tokenizer = tokenizer_state(load_tokenizer(settings.model))
+        return core, Started(core.info, tokenizer, load_generation_defaults(settings.model))
+    except BaseException:
+        core.close()
+        raise
 
 
 def _serve(core: EngineCore, commands: zmq.Socket[bytes], outputs: zmq.Socket[bytes]) -> None:

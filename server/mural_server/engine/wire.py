@@ -15,6 +15,8 @@ from mural_server.engine.messages import (
     FreedBytes,
     RequestDelta,
 )
+from mural_server.sampling_params import GenerationDefaults
+from mural_server.tokenizer import TokenizerState
 
 
 class AddRequest(msgspec.Struct, tag=True, frozen=True):
@@ -119,9 +121,11 @@ class Outputs(msgspec.Struct, omit_defaults=True):
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
-    """The core's first message."""
+    """The core's first message, and what its model says of texts."""
 
     info: EngineInfo
+    tokenizer: TokenizerState
+    defaults: GenerationDefaults
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):

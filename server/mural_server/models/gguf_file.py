@@ -130,12 +130,18 @@ class GGUFFile:
             return value
         item, count = self._unpack("<I"), self._unpack("<Q")
         if item == _STRING:
-            for _ in range(count):
-                self._take(self._unpack("<Q"))
+            self._step_over_strings(count)
             return None
         form = _SCALARS[item]
         data = self._take(count * struct.calcsize(form))
         return [entry for (entry,) in struct.iter_unpack(form, data)]
+
+    def _step_over_strings(self, count: int) -> None:
+        # A vocabulary and its merges are a hundred thousand, in a file that is read thrice.
+        length_at, at = struct.Struct("<Q").unpack_from, self._at
+        for _ in range(count):
+            at += 8 + length_at(self._bytes, at)[0]
+        self._at = at
 
     def _string(self) -> str:
         return self._take(self._unpack("<Q")).decode()

@@ -18,8 +18,9 @@ from mural_server.layers.norm import RMSNorm
 from mural_server.models.base import CausalLM
 from mural_server.models.checkpoint import Checkpoint, Shape
 from mural_server.models.errors import CheckpointError, ModelError
+from mural_server.models.location import model_name
 from mural_server.models.registry import model_class
-from mural_server.models.source import load_config, model_name, open_checkpoint
+from mural_server.models.source import load_config, open_checkpoint
 from mural_server.ops.base import Ops
 from mural_server.ops.reference import ReferenceOps
 

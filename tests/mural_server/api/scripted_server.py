@@ -37,7 +37,9 @@ from mural_server.engine.messages import (
     TokenLogprobs,
 )
 from mural_server.lora.checkpoint import LoadOptions, read_checkpoint
+from mural_server.models.source import tokenizer_state
 from mural_server.settings import ServerSettings
+from mural_server.tokenizer import ModelTokenizer
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -295,7 +297,8 @@ async def running_server(engine: ScriptedEngine, settings: ServerSettings) -> As
         # and every answer comes 40 ms late (Nagle's algorithm beside delayed acknowledgements).
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ports = [bound.getsockname()[1] for bound in sockets]
-    async with build_state(settings, engine, byte_tokenizer(), SamplingDefaults()) as state:
+    tokenizer = ModelTokenizer(tokenizer_state(byte_tokenizer()))
+    async with build_state(settings, engine, tokenizer, SamplingDefaults()) as state:
         server = Server(state, engine, ports)
         server.exit_status = asyncio.create_task(serve_state(state, sockets, server.stop))
         try:

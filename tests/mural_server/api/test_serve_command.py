@@ -122,6 +122,8 @@ async def test_base_and_adapters_answer_as_peft_does_and_a_stop_drains(serving, 
         assert texts == [token_text(serving, token) for token in wanted]
     assert len({tuple(texts) for texts in found}) == 3
     assert {model.id for model in names.models.list()} == {"tiny", "acme:v1", "acme:v2"}
+    assert has_torch(core_of(serving))
+    assert not has_torch(psutil.Process(serving.process.pid))
 
     stream = await client.completions.create(
         model="acme:v1", prompt=PROMPT, max_tokens=60, stream=True, extra_body={"ignore_eos": True}
@@ -135,6 +137,11 @@ async def test_base_and_adapters_answer_as_peft_does_and_a_stop_drains(serving, 
     assert serving.process.returncode == 0, log
     assert len(serving.log) <= 10
     assert "Traceback" not in log
+
+
+def has_torch(process: psutil.Process) -> bool:
+    """Whether it has the library loaded, which takes seconds and hundreds of megabytes."""
+    return any("libtorch" in mapped.path for mapped in process.memory_maps())
 
 
 def core_of(serving: Serving) -> psutil.Process:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
@@ -19,8 +20,11 @@ from mural_server.engine.build import build_core
 from mural_server.engine.client import EngineDead
 from mural_server.engine.core import HEARTBEAT_S
 from mural_server.engine.messages import EngineRequest, RequestDelta
-from mural_server.engine.process import ProcessEngine, start_engine
-from mural_server.sampling_params import SamplingParams
+from mural_server.engine.process import ProcessEngine, start_engine, started_core
+from mural_server.models import source
+from mural_server.models.errors import UnsupportedModel
+from mural_server.models.source import load_tokenizer, tokenizer_state
+from mural_server.sampling_params import GenerationDefaults, SamplingParams
 from mural_server.settings import EngineSettings, SettingsError
 
 BOUND_S = 60.0
@@ -53,14 +57,14 @@ async def collect(engine: ProcessEngine, request: EngineRequest) -> list[Request
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared_engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[ProcessEngine]:
     """One core for the tests that leave it as it was."""
-    engine = await start_engine(settings_of(tiny_model("llama")))
+    engine, *_ = await start_engine(settings_of(tiny_model("llama")))
     yield engine
     await engine.close()
 
 
 @pytest.fixture
 async def engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[ProcessEngine]:
-    engine = await start_engine(settings_of(tiny_model("llama")))
+    engine, *_ = await start_engine(settings_of(tiny_model("llama")))
     yield engine
     await engine.close()
 
@@ -170,7 +174,7 @@ async def test_a_killed_core_ends_every_stream_and_call_in_bounded_time(
 async def test_a_core_that_stands_still_is_ended_and_its_streams_with_it(
     tiny_model: Callable[[str], Path],
 ) -> None:
-    engine = await start_engine(
+    engine, *_ = await start_engine(
         settings_of(tiny_model("llama"), enable_lora=False), stall_timeout_s=HEARTBEAT_S + 3.0
     )
     try:
@@ -188,8 +192,13 @@ async def test_a_core_that_stands_still_is_ended_and_its_streams_with_it(
         os.kill(engine.pid, 0)
 
 
-async def test_closing_leaves_no_process_and_no_folder(tiny_model: Callable[[str], Path]) -> None:
-    engine = await start_engine(settings_of(tiny_model("llama"), enable_lora=False))
+async def test_a_start_tells_of_the_models_texts_and_closing_leaves_nothing(
+    tiny_model: Callable[[str], Path],
+) -> None:
+    model = tiny_model("llama")
+    engine, tokenizer, defaults = await start_engine(settings_of(model, enable_lora=False))
+    assert tokenizer == tokenizer_state(load_tokenizer(str(model)))
+    assert defaults == GenerationDefaults(temperature=0.7)
     pid, folder = engine.pid, engine.folder
     await engine.close()
     with pytest.raises(ProcessLookupError):
@@ -214,6 +223,20 @@ def test_what_cannot_work_is_refused_with_a_sentence(
 ) -> None:
     with pytest.raises(SettingsError, match=sentence):
         build_core(settings_of(tiny_model("llama"), **changes))
+
+
+def test_a_tokenizer_that_cannot_be_used_leaves_no_core_behind(
+    tiny_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tokenizer: object) -> None:
+        raise UnsupportedModel("not a fast one")
+
+    before = psutil.Process().children()
+    monkeypatch.setattr(source, "tokenizer_state", refuse)
+    with pytest.raises(UnsupportedModel, match="not a fast one"):
+        started_core(settings_of(tiny_model("llama")))
+    # The loader's process is gone too.
+    assert psutil.Process().children() == before
 
 
 async def test_the_cores_sentence_at_the_start_comes_over_the_border(
@@ -246,7 +269,7 @@ async def test_a_core_that_stands_still_is_told_as_unavailable_and_can_be_closed
 ) -> None:
     monkeypatch.setattr("mural_server.engine.connection.CALL_TIMEOUT_S", 0.2)
     monkeypatch.setattr("mural_server.engine.process.STOP_TIMEOUT_S", 0.2)
-    engine = await start_engine(settings_of(tiny_model("llama")))
+    engine, *_ = await start_engine(settings_of(tiny_model("llama")))
     os.kill(engine.pid, signal.SIGSTOP)
     with pytest.raises(Unavailable, match="does not answer"):
         await engine.add_lora(LoRARequest("x", 1, "/nowhere"))

@@ -14,7 +14,7 @@ import torch
 from mural_resolvers.errors import InvalidInput
 from mural_server.models.checkpoint import GGUFCheckpoint, SafetensorsCheckpoint
 from mural_server.models.loader import load_model, read_base_spec
-from mural_server.models.source import default_model_path
+from mural_server.models.location import default_model_path
 from mural_server.ops.reference import ReferenceOps
 
 TinyModel = Callable[[str], Path]

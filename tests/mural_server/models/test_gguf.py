@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from mural_server.models.errors import CheckpointError, ModelError, UnsupportedModel
 from mural_server.models.gguf_file import GGUFFile
 from mural_server.models.loader import load_model
+from mural_server.models.location import default_model_path
 from mural_server.models.source import (
-    chat_template,
-    default_model_path,
     eos_token_ids,
     load_config,
     load_tokenizer,
+    tokenizer_state,
 )
 from mural_server.ops.reference import ReferenceOps
 
@@ -299,5 +299,5 @@ def test_smollm2_is_tokenized_as_transformers_does_by_itself() -> None:
 @pytest.mark.slow
 def test_smollm2_has_its_template_and_ends_at_its_turn() -> None:
     path = default_model_path()
-    assert "<|im_start|>" in str(chat_template(path))
+    assert "<|im_start|>" in str(tokenizer_state(load_tokenizer(path)).chat_template)
     assert eos_token_ids(path) == (load_tokenizer(path).convert_tokens_to_ids("<|im_end|>"),)

