@@ -36,6 +36,7 @@ from mural_router.routing.options import RoutingOptions
 from mural_router.routing.retry import RetryBudget, RetrySettings
 from mural_router.routing.router import FleetRouting
 from mural_router.routing.versions import Versions, VersionSource
+from tests.mural_router.proxy.scripted_answers import ANSWER
 from tests.mural_router.proxy.scripted_replica import (
     BOUND_S,
     Received,
@@ -48,12 +49,6 @@ SECRET = "s" * 43
 DIGEST = "d" * 64
 UNLIMITED = TenantLimits()
 HTTP = HttpSettings(port=0)
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-CHUNKED = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n"
-EVENTS = CHUNKED % b"text/event-stream"
-ANSWER = b'{"choices":[{"text":"x"}],"usage":{"prompt_tokens":7,"completion_tokens":5}}'
-USAGE_EVENT = b'data: {"choices":[],"usage":{"prompt_tokens":7,"completion_tokens":5}}\n\n'
-DONE_EVENT = b"data: [DONE]\n\n"
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -19,15 +19,13 @@ from mural_router.proxy.relay import InferenceRelay
 from mural_router.routing.dispatch import Attempt
 from tests.mural_router.proxy.express_stage import (
     ADMIN,
-    ANSWER,
-    EVENTS,
-    HEAD,
     Here,
     Setting,
     answers_after,
     request,
     whole,
 )
+from tests.mural_router.proxy.scripted_answers import ANSWER, EVENTS, HEAD
 from tests.mural_router.proxy.scripted_replica import Received, lose, says, silence
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")

@@ -10,17 +10,14 @@ from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.scan import plain_request
 from mural_router.http.settings import HttpSettings
 from tests.mural_router.proxy.express_scenarios import Scenario, Scenarios
-from tests.mural_router.proxy.express_stage import (
+from tests.mural_router.proxy.express_stage import DIGEST, Here, request, whole
+from tests.mural_router.proxy.scripted_answers import (
     ANSWER,
     CHUNKED,
-    DIGEST,
     DONE_EVENT,
     EVENTS,
     HEAD,
     USAGE_EVENT,
-    Here,
-    request,
-    whole,
 )
 from tests.mural_router.proxy.scripted_replica import BOUND_S, Received, says
 

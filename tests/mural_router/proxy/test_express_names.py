@@ -18,17 +18,14 @@ from tests.mural_router.proxy.express_scenarios import Scenario, Scenarios
 from tests.mural_router.proxy.express_stage import (
     ACME,
     ADMIN,
-    ANSWER,
     DIGEST,
-    DONE_EVENT,
-    EVENTS,
     GLOBEX,
-    USAGE_EVENT,
     Here,
     bearer,
     held,
     whole,
 )
+from tests.mural_router.proxy.scripted_answers import ANSWER, DONE_EVENT, EVENTS, USAGE_EVENT
 from tests.mural_router.proxy.scripted_replica import says
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")

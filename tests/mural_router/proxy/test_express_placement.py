@@ -12,9 +12,7 @@ from mural_router.placement import PlacementPolicy
 from tests.mural_router.proxy.express_scenarios import Scenario, Scenarios
 from tests.mural_router.proxy.express_stage import (
     ADMIN,
-    ANSWER,
     GLOBEX,
-    HEAD,
     Here,
     answers_after,
     bearer,
@@ -23,6 +21,7 @@ from tests.mural_router.proxy.express_stage import (
     request,
     whole,
 )
+from tests.mural_router.proxy.scripted_answers import ANSWER, HEAD
 from tests.mural_router.proxy.scripted_replica import BOUND_S, Received, says
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")

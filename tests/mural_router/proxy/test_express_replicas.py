@@ -10,17 +10,9 @@ from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.scan import plain_request
 from mural_router.http.settings import HttpSettings
 from tests.mural_router.proxy.express_scenarios import Scenario, Scenarios
-from tests.mural_router.proxy.express_stage import (
-    ADMIN,
-    DONE_EVENT,
-    EVENTS,
-    USAGE_EVENT,
-    Here,
-    answers_after,
-    request,
-    whole,
-)
+from tests.mural_router.proxy.express_stage import ADMIN, Here, answers_after, request, whole
 from tests.mural_router.proxy.full_backlog import full_backlog
+from tests.mural_router.proxy.scripted_answers import DONE_EVENT, EVENTS, USAGE_EVENT
 from tests.mural_router.proxy.scripted_replica import BOUND_S, Received, lose, says, silence
 
 pytestmark = pytest.mark.skipif(plain_request is None, reason="nothing native is built")
