@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +10,14 @@ import httpx
 import pytest
 
 from mural_resolvers.tenants import mint_key
-from mural_router.config import Config
-from mural_router.limits.local import LocalLimiter
-from mural_router.proxy import start
-from mural_router.running import Router
 from mural_router.settings import Secrets
+from tests.mural_router.router_in_front import router_in_front
 from tests.mural_server.api import scripted_server
 
 engine = scripted_server.engine
 start_server = scripted_server.start_server
 adapter_dir = scripted_server.adapter_dir
 
-BOUND_S = 20.0
 TOKEN = "the-token-of-this-test's-router"
 KEY = mint_key()
 
@@ -44,33 +38,16 @@ async def client(
     tenants.write_text(
         f"tenants: [{{id: acme, keys: [{{id: {KEY.key_id}, sha256: {KEY.sha256}}}]}}]"
     )
-    flags = {
-        "replicas": [f"http://127.0.0.1:{server.port},control={server.control_port}"],
-        "tenants_file": str(tenants),
-        "store": str(adapter_dir),
+    async with router_in_front(
+        server,
+        Secrets(router_token=TOKEN),
+        {"authorization": f"Bearer {KEY.key}"},
+        tenants_file=str(tenants),
+        store=str(adapter_dir),
         # Nothing becomes old by itself within this test.
-        "versions": {"ttl_s": 3600.0},
-        "access_log": None,
-        "http": {"host": "127.0.0.1", "port": 0},
-    }
-    async with AsyncExitStack() as held:
-        router = Router(Config(None, flags, Secrets(router_token=TOKEN)), LocalLimiter())
-        held.push_async_callback(router.close)
-        following = asyncio.create_task(router.fleet.run())
-        held.callback(following.cancel)
-        async with asyncio.timeout(BOUND_S):
-            heard = asyncio.Event()
-            router.fleet.subscribe(lambda fleet: heard.set() if fleet.accepting else None)
-            await heard.wait()
-        proxy = await start(router.config.settings.http, router.routing, version="0")
-        held.push_async_callback(proxy.drain, 0)
-        yield await held.enter_async_context(
-            httpx.AsyncClient(
-                base_url=f"http://127.0.0.1:{proxy.port}",
-                headers={"authorization": f"Bearer {KEY.key}"},
-                timeout=BOUND_S,
-            )
-        )
+        versions={"ttl_s": 3600.0},
+    ) as client:
+        yield client
 
 
 async def test_roll_out_and_roll_back_hold_for_the_next_request(client: httpx.AsyncClient) -> None:

@@ -6,23 +6,18 @@ import asyncio
 import gzip
 import json
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
 
-from mural_router.config import Config
-from mural_router.limits.local import LocalLimiter
-from mural_router.proxy import start
-from mural_router.running import Router
 from mural_router.settings import Secrets
+from tests.mural_router.router_in_front import BOUND_S, router_in_front
 from tests.mural_server.api import scripted_server
 
 engine = scripted_server.engine
 start_server = scripted_server.start_server
 
-BOUND_S = 20.0
 CLIENT = ("0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331")
 
 
@@ -90,25 +85,8 @@ async def collector(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Collector]
 async def client(collector: Collector, start_server: Any) -> AsyncIterator[httpx.AsyncClient]:
     """Of a traced router in front of one traced server."""
     server = await start_server(otlp_traces_endpoint=collector.url)
-    flags = {
-        "replicas": [f"http://127.0.0.1:{server.port},control={server.control_port}"],
-        "otlp_traces_endpoint": collector.url,
-        "access_log": None,
-        "http": {"host": "127.0.0.1", "port": 0},
-    }
-    async with AsyncExitStack() as held:
-        router = Router(Config(None, flags, Secrets()), LocalLimiter())
-        held.push_async_callback(router.close)
-        following = asyncio.create_task(router.fleet.run())
-        held.callback(following.cancel)
-        async with asyncio.timeout(BOUND_S):
-            heard = asyncio.Event()
-            router.fleet.subscribe(lambda fleet: heard.set() if fleet.accepting else None)
-            await heard.wait()
-        proxy = await start(router.config.settings.http, router.routing, version="0")
-        held.push_async_callback(proxy.drain, 0)
-        url = f"http://127.0.0.1:{proxy.port}"
-        yield await held.enter_async_context(httpx.AsyncClient(base_url=url, timeout=BOUND_S))
+    async with router_in_front(server, Secrets(), {}, otlp_traces_endpoint=collector.url) as client:
+        yield client
 
 
 @pytest.mark.parametrize("known", [True, False])
