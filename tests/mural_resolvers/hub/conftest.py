@@ -22,7 +22,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 import trustme
 
+from mural_resolvers.base_spec import BaseSpec
 from mural_resolvers.hub import HubResolver, HubSettings
+from mural_resolvers.names import parse_name
+from mural_resolvers.resolver import AdapterDescription
+from mural_resolvers.tenants import Principal
 
 TOKEN = "hf_readerreaderreader"
 OTHER_TOKEN = "hf_strangerstranger"
@@ -416,3 +420,28 @@ def adapter_files(write_adapter: Callable[..., Path], tmp_path: Path) -> dict[st
         "checkpoint-10/adapter_model.safetensors": b"not this one",
         "optimizer.bin": b"\0" * 64,
     }
+
+
+@pytest.fixture
+def with_token(
+    settings: HubSettings, monkeypatch: pytest.MonkeyPatch, small_hub_tools: dict[str, Any]
+) -> HubSettings:
+    monkeypatch.setenv("MURAL_HUB_TOKEN", small_hub_tools["token"])
+    return replace(settings, token_env="MURAL_HUB_TOKEN")
+
+
+@pytest.fixture
+def resolve(
+    settings: HubSettings,
+    make_resolver: Callable[[HubSettings], HubResolver],
+    base_spec: BaseSpec,
+) -> Callable[..., Any]:
+    """``await resolve(name)``: what acme is told of it."""
+
+    async def ask(
+        text: str, settings: HubSettings = settings, resolver: HubResolver | None = None
+    ) -> AdapterDescription | None:
+        resolver = resolver or make_resolver(settings)
+        return await resolver.resolve(Principal("acme"), parse_name(text), base_spec)
+
+    return ask
