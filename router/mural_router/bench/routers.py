@@ -24,6 +24,8 @@ from urllib.request import urlopen
 
 import yaml
 
+from mural_router.bench.pinned import pinned
+
 __all__ = ["NAMES", "Key", "Subject", "Sut", "missing", "replicas", "subject"]
 
 NAMES: Final = ("direct", "pipe", "proxy", "mural", "vllm-router", "envoy")
@@ -96,7 +98,7 @@ def missing(name: str, program: str | None) -> str | None:
 def replicas(number: int, core: int) -> Iterator[list[int]]:
     """Stand-ins for replicas, in one process on a core; gives their ports."""
     command = [sys.executable, "-m", "mural_router.bench.replica", "--replicas", str(number)]
-    with _process(command, core, stdout=subprocess.PIPE) as process:
+    with pinned(command, core, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         yield json.loads(process.stdout.readline())
 
@@ -123,7 +125,7 @@ def subject(
         assert program is not None
         command = [program, "--concurrency", "1", "--log-level", "error", "-c"]
         command.append(str(_envoy_config(folder, port, ports)))
-    with _process(command, core) as process:
+    with pinned(command, core) as process:
         _wait_for(f"http://127.0.0.1:{port}/health", process)
         yield Sut(name, port, process.pid)
 
@@ -211,21 +213,6 @@ def _envoy_config(folder: Path, port: int, ports: list[int]) -> Path:
         json.dumps({"static_resources": {"listeners": [listener], "clusters": [cluster]}})
     )
     return path
-
-
-@contextlib.contextmanager
-def _process(
-    command: list[str], core: int, stdout: int | None = subprocess.DEVNULL
-) -> Iterator[subprocess.Popen[bytes]]:
-    pinned = ["taskset", "-c", str(core), *command]
-    process = subprocess.Popen(pinned, stdout=stdout, stderr=subprocess.PIPE)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        if process.stderr is not None:
-            process.stderr.close()
 
 
 def _free_port() -> int:
