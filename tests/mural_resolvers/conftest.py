@@ -93,3 +93,14 @@ def write_adapter() -> WriteAdapter:
         return folder
 
     return write
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
+    return write_adapter(tmp_path / "trained")
+
+
+@pytest.fixture
+def other(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
+    """As ``adapter``, with other weights."""
+    return write_adapter(tmp_path / "trained anew", fill=b"\x02")

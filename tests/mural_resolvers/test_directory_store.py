@@ -11,7 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import AliasTarget
 
-WriteAdapter = Callable[..., Path]
 V1 = parse_name("acme:v1")
 V2 = parse_name("acme:v2")
 
@@ -54,16 +53,6 @@ async def store(root: Path) -> AsyncIterator[DirectoryStore]:
     made = DirectoryStore(root, lock_timeout_s=0.05)
     yield made
     await made.close()
-
-
-@pytest.fixture
-def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "trained")
-
-
-@pytest.fixture
-def other(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "trained anew", fill=b"\x02")
 
 
 async def publish(store: DirectoryStore, name: AdapterName, folder: Path) -> bool:

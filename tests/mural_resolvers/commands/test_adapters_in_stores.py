@@ -6,22 +6,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from mural_resolvers.digest import CONFIG_FILE, WEIGHTS_FILE
 from mural_resolvers.manifest import build_manifest
 
 WriteAdapter = Callable[..., Path]
-
-
-@pytest.fixture
-def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "trained")
-
-
-@pytest.fixture
-def other(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "trained-anew", fill=b"\x02")
 
 
 def test_what_is_pushed_can_be_pulled_byte_for_byte(

@@ -19,11 +19,6 @@ from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 WriteAdapter = Callable[..., Path]
 
 
-@pytest.fixture
-def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "trained")
-
-
 @pytest.fixture(autouse=True)
 def store(directory_store: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MURAL_STORE", directory_store)

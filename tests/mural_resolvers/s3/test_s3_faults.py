@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,6 @@ async def resolver(moto_bucket: Any, fault_proxy: Any) -> AsyncIterator[S3Resolv
     )
     yield opened
     await opened.close()
-
-
-@pytest.fixture
-def adapter(tmp_path: Path, write_adapter: Callable[..., Path]) -> Path:
-    return write_adapter(tmp_path / "adapter")
 
 
 async def resolved(resolver: S3Resolver, base: BaseSpec) -> AdapterDescription:

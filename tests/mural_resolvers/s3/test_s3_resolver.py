@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from mural_resolvers.resolver import AdapterDescription, SourceFile
 from mural_resolvers.s3 import S3Resolver, S3Settings, S3Store
 from mural_resolvers.tenants import Principal
 
-WriteAdapter = Callable[..., Path]
 NAME = AdapterName("acme", "default", "v1")
 WEIGHTS = "adapter_model.safetensors"
 
@@ -80,16 +79,6 @@ async def moto_sources(moto_bucket: Any, base_spec: BaseSpec) -> AsyncIterator[S
     """Over moto's server alone."""
     async for made in opened(moto_bucket, base_spec):
         yield made
-
-
-@pytest.fixture
-def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "adapter")
-
-
-@pytest.fixture
-def other(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "other", fill=b"\x02")
 
 
 async def download(resolver: S3Resolver, found: AdapterDescription, folder: Path) -> None:

@@ -48,16 +48,6 @@ async def store(bucket: Any) -> AsyncIterator[S3Store]:
     await opened.close()
 
 
-@pytest.fixture
-def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "adapter")
-
-
-@pytest.fixture
-def other(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "other", fill=b"\x02")
-
-
 async def publish(store: S3Store, folder: Path, name: AdapterName = NAME, **more: Any) -> bool:
     return await store.publish(name, folder, build_manifest(folder), **more)
 

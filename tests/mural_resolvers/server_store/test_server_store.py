@@ -106,11 +106,6 @@ def server() -> Iterator[StandIn]:
 
 
 @pytest.fixture
-def adapter(tmp_path: Path, write_adapter: WriteAdapter) -> Path:
-    return write_adapter(tmp_path / "a")
-
-
-@pytest.fixture
 def manifest(adapter: Path) -> Manifest:
     return build_manifest(adapter)
 
