@@ -1,18 +1,12 @@
-"""A directory as a store: what is published, deleted and pointed at, by one writer or several."""
+"""A directory as a store: what is published in it and found there."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import fcntl
-import json
 import os
-import random
 import shutil
-import subprocess
-import sys
-from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,36 +25,16 @@ from mural_resolvers.errors import (
     UnusableAdapter,
 )
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
-from mural_resolvers.names import AdapterName, parse_name
+from mural_resolvers.names import parse_name
 from mural_resolvers.open_store import open_store
-from mural_resolvers.store import ALIASES_FILE, TOMBSTONE_FILE, StoredVersion
+from mural_resolvers.store import TOMBSTONE_FILE, StoredVersion
 from mural_resolvers.tenants import Principal
 from mural_resolvers.versions import AliasTarget
+from tests.mural_resolvers import directory_stores
+from tests.mural_resolvers.directory_stores import V1, V2, left_in_staging, publish
 
-V1 = parse_name("acme:v1")
-V2 = parse_name("acme:v2")
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    folder = tmp_path / "store"
-    folder.mkdir()
-    return folder
-
-
-@pytest.fixture
-async def store(root: Path) -> AsyncIterator[DirectoryStore]:
-    made = DirectoryStore(root, lock_timeout_s=0.05)
-    yield made
-    await made.close()
-
-
-async def publish(store: DirectoryStore, name: AdapterName, folder: Path) -> bool:
-    return await store.publish(name, folder, build_manifest(folder))
-
-
-def left_in_staging(root: Path) -> list[str]:
-    return os.listdir(root / "_staging")
+root = directory_stores.root
+store = directory_stores.store
 
 
 @pytest.mark.parametrize("prefix", ["", "file://"])
@@ -302,133 +276,6 @@ async def test_what_a_dead_writer_left_is_swept_and_what_lives_is_not(
         assert sorted(os.listdir(staging)) == ["alive", "alive.lock"]
 
 
-# -- several writers ------------------------------------------------------------------------------
-
-WRITER = """
-import asyncio, sys
-from pathlib import Path
-from mural_resolvers.directory_store import DirectoryStore
-from mural_resolvers.errors import Conflict
-from mural_resolvers.manifest import build_manifest
-from mural_resolvers.names import parse_name
-from mural_resolvers.versions import AliasTarget
-
-async def main(root, adapter, mark):
-    store = DirectoryStore(Path(root))
-    manifest = build_manifest(Path(adapter))
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for i in range(20):
-        try:
-            won = await store.publish(parse_name(f"acme:v{i}"), Path(adapter), manifest)
-        except Conflict:
-            won = False
-        print(int(won), flush=True)
-        await store.set_alias("acme", "default", f"{mark}-{i}", [AliasTarget(f"v{i}", 1.0)])
-    await store.close()
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-def run_writers(root: Path, *folders: Path) -> list[list[str]]:
-    """What each process printed: 1 for each version that it published, 0 for one it did not."""
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(root), str(folder), mark],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for folder, mark in zip(folders, ("one", "two"), strict=True)
-    ]
-    for writer in writers:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "ready\n"
-    # Both are told to begin before either is waited for.
-    for writer in writers:
-        assert writer.stdin is not None
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-    printed = [writer.communicate(timeout=60)[0].split() for writer in writers]
-    assert [writer.returncode for writer in writers] == [0, 0]
-    return printed
-
-
-async def test_writers_in_two_processes_lose_nothing(
-    root: Path, store: DirectoryStore, adapter: Path, other: Path
-) -> None:
-    won = await asyncio.to_thread(run_writers, root, adapter, other)
-
-    for i, outcome in enumerate(zip(*won, strict=True)):
-        assert sorted(outcome) == ["0", "1"]
-        winner = (adapter, other)[outcome.index("1")]
-        assert await store.manifest(V1.at(f"v{i}")) == build_manifest(winner)
-    aliases = await store.aliases("acme", "default")
-    assert aliases.keys() == {f"{mark}-{i}" for mark in ("one", "two") for i in range(20)}
-    assert left_in_staging(root) == []
-
-
-def publish_and_kill(root: Path, folder: Path, after_s: float) -> None:
-    """A process that publishes version after version, ended in the middle of something."""
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(root), str(folder), "one"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert writer.stdin is not None
-    assert writer.stdout is not None
-    assert writer.stdout.readline() == "ready\n"
-    writer.stdin.write("\n")
-    writer.stdin.flush()
-    with suppress(subprocess.TimeoutExpired):
-        writer.wait(after_s)
-    writer.kill()
-    writer.communicate()
-
-
-async def test_a_writer_that_is_killed_leaves_whole_versions_or_none(
-    root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
-) -> None:
-    manifest = build_manifest(adapter)
-    entropy = random.Random(4)
-    for _ in range(6):
-        await asyncio.to_thread(publish_and_kill, root, adapter, entropy.uniform(0.0, 0.15))
-        for found in await store.list("acme"):
-            assert build_manifest(root / "acme" / "default" / found.name.version) == manifest
-        await store.aliases("acme", "default")
-
-    # Nobody's lock is left, nor what lay in staging.
-    assert await publish(store, V1.at("last"), adapter)
-    assert left_in_staging(root) == []
-
-
-async def test_one_of_many_at_once_publishes(
-    store: DirectoryStore, adapter: Path, other: Path
-) -> None:
-    outcomes = await asyncio.gather(
-        *(publish(store, V1, folder) for folder in (adapter, other) * 8), return_exceptions=True
-    )
-
-    assert outcomes.count(True) == 1
-    assert sum(isinstance(outcome, Conflict) for outcome in outcomes) == 8
-
-
-async def test_a_writer_that_holds_the_lock_is_not_waited_for_without_end(
-    root: Path, store: DirectoryStore, adapter: Path
-) -> None:
-    await publish(store, V1, adapter)
-    with (root / "acme" / "default" / "_lock").open("r+") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
-        with pytest.raises(Unavailable):
-            await publish(store, V2, adapter)
-        with pytest.raises(Unavailable):
-            await store.delete(V1)
-    assert await store.delete(V1)
-
-
 # -- looking, fetching ----------------------------------------------------------------------------
 
 
@@ -542,156 +389,3 @@ async def test_a_record_has_a_name_of_its_own(
         await store.publish(V1, adapter, build_manifest(adapter), records={record: b""})
     with pytest.raises(InvalidInput):
         await store.read_record(V1, record)
-
-
-# -- deleting -------------------------------------------------------------------------------------
-
-
-async def test_a_deleted_version_is_absent_and_its_name_never_used_again(
-    root: Path, store: DirectoryStore, adapter: Path, other: Path, tmp_path: Path
-) -> None:
-    resolver = DirectoryResolver(root)
-    await publish(store, V1, other)
-    await publish(store, V2, adapter)
-    (tmp_path / "fetched").mkdir()
-
-    assert await store.delete(V2)
-
-    assert os.listdir(root / "acme" / "default" / "v2") == [TOMBSTONE_FILE]
-    assert await store.manifest(V2) is None
-    assert [found.name for found in await store.list("acme")] == [V1]
-    assert [found.name for found in await resolver.list("acme")] == [V1]
-    assert resolver.find(V2) is None
-    latest = resolver.find(parse_name("acme"))
-    assert latest is not None
-    assert latest.name == V1
-    with pytest.raises(AdapterNotFound):
-        await store.fetch(V2, tmp_path / "fetched")
-    for folder in (adapter, other):
-        with pytest.raises(Conflict):
-            await publish(store, V2, folder)
-    await resolver.close()
-
-
-async def test_deleting_again_finishes_what_a_crash_left(
-    root: Path, store: DirectoryStore, adapter: Path
-) -> None:
-    await publish(store, V1, adapter)
-    folder = root / "acme" / "default" / "v1"
-    (folder / TOMBSTONE_FILE).write_bytes(b"{}")
-
-    assert await store.manifest(V1) is None
-    assert await store.delete(V1)
-    assert os.listdir(folder) == [TOMBSTONE_FILE]
-    assert await store.delete(V1)
-
-
-@pytest.mark.parametrize("name", ["acme:v9", "acme/sql:v1", "globex:v1"])
-async def test_what_never_was_is_not_deleted(
-    root: Path, store: DirectoryStore, adapter: Path, name: str
-) -> None:
-    await publish(store, V1, adapter)
-
-    assert not await store.delete(parse_name(name))
-    assert not (root / "globex").exists()
-
-
-async def test_a_version_that_an_alias_points_at_stays(
-    store: DirectoryStore, adapter: Path
-) -> None:
-    await publish(store, V1, adapter)
-    await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 1.0)])
-
-    with pytest.raises(Conflict):
-        await store.delete(V1)
-    await store.set_alias("acme", "default", "stable", [])
-    assert await store.delete(V1)
-
-
-async def test_deleting_a_link_does_not_delete_what_it_leads_to(
-    root: Path, store: DirectoryStore, adapter: Path
-) -> None:
-    await publish(store, V1, adapter)
-    (root / "acme" / "default" / "v2").symlink_to("v1")
-
-    with pytest.raises(Conflict):
-        await store.delete(V2)
-    assert await store.manifest(V1) is not None
-
-
-async def test_links_inside_a_version_are_not_followed_when_it_goes(
-    root: Path, store: DirectoryStore, adapter: Path, tmp_path: Path
-) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "file").touch()
-    folder = root / "acme" / "default" / "v1"
-    shutil.copytree(adapter, folder)
-    (folder / "link").symlink_to(kept)
-    (folder / "checkpoint").mkdir()
-    (folder / "checkpoint" / "link").symlink_to(kept)
-
-    assert await store.delete(V1)
-    assert os.listdir(kept) == ["file"]
-    assert os.listdir(folder) == [TOMBSTONE_FILE]
-
-
-# -- aliases --------------------------------------------------------------------------------------
-
-
-async def test_an_alias_is_what_the_resolver_resolves(
-    root: Path, store: DirectoryStore, adapter: Path
-) -> None:
-    resolver = DirectoryResolver(root)
-    await publish(store, V1, adapter)
-    await publish(store, V2, adapter)
-
-    changed = await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 1.0)])
-
-    assert (
-        changed == await store.aliases("acme", "default") == {"stable": (AliasTarget("v1", 1.0),)}
-    )
-    found = resolver.find(parse_name("acme:stable"))
-    assert found is not None
-    assert found.name == V1
-    assert await store.set_alias("acme", "default", "stable", []) == {}
-    assert json.loads((root / "acme" / "default" / ALIASES_FILE).read_bytes()) == {}
-    assert await store.set_alias("acme", "sql", "stable", []) == {}
-    assert await store.aliases("acme", "sql") == {}
-    await resolver.close()
-
-
-@pytest.mark.parametrize("version", ["v9", "deleted", "latest"])
-async def test_an_alias_points_at_what_is_published(
-    store: DirectoryStore, adapter: Path, version: str
-) -> None:
-    for name in (V1, V1.at("deleted")):
-        await publish(store, name, adapter)
-    await store.delete(V1.at("deleted"))
-
-    with pytest.raises(AdapterNotFound):
-        await store.set_alias("acme", "default", "stable", [AliasTarget(version, 1.0)])
-    with pytest.raises(AdapterNotFound):
-        await store.set_alias("acme", "sql", "stable", [AliasTarget(version, 1.0)])
-
-
-@pytest.mark.parametrize("version", ["v1", "deleted"])
-async def test_the_name_of_a_version_is_no_alias(
-    store: DirectoryStore, adapter: Path, version: str
-) -> None:
-    for name in (V1, V2, V1.at("deleted")):
-        await publish(store, name, adapter)
-    await store.delete(V1.at("deleted"))
-
-    with pytest.raises(Conflict):
-        await store.set_alias("acme", "default", version, [AliasTarget("v2", 1.0)])
-
-
-async def test_targets_that_a_record_cannot_hold_are_refused(
-    store: DirectoryStore, adapter: Path
-) -> None:
-    await publish(store, V1, adapter)
-
-    with pytest.raises(InvalidInput):
-        await store.set_alias("acme", "default", "stable", [AliasTarget("v1", 0.0)])
-    assert await store.aliases("acme", "default") == {}
