@@ -126,7 +126,7 @@ def _converted(fields: dict[str, object], kind: type[Settings]) -> Settings:
 
 # Those of HTTP and S3 clients hold signed URLs and headers on top.
 CHATTY = (
-    *("asyncio", "transformers", "uvicorn"),
+    *("asyncio", "uvicorn"),
     *("aiobotocore", "botocore", "httpcore2", "httpx2", "urllib3"),
 )
 
