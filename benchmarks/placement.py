@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from mural_router.placement import (
     Fleet,
     LoadLedger,
@@ -28,18 +30,28 @@ ROUNDS = 9
 
 
 def fleet_of(replicas: int, adapters: Sequence[str], rng: random.Random) -> Fleet:
-    """Each adapter in memory at its first two homes, a third of the replicas over the bound."""
+    """Each adapter in memory at its first two homes, a third of the replicas over the bound.
+
+    Ranks are mixed, and what is wanted fills some of the replicas' memory and not others'.
+    """
     bare = Fleet(tuple(Replica(f"mural-{i:04}") for i in range(replicas)))
     held: list[dict[str, Residency]] = [{} for _ in range(replicas)]
     for adapter in adapters:
         for place in bare.members.order(adapter)[:2]:
-            held[place][adapter] = Residency("host", load=rng.random(), rank=16, bytes=10 << 20)
+            rank = rng.choice([8, 8, 16, 64])
+            held[place][adapter] = Residency(
+                "host",
+                rank=rank,
+                bytes=rank * (512 << 10),
+                requests=rng.choice([0, 0, 0, 1]),
+                load=rng.random(),
+            )
     return Fleet(
         tuple(
             replace(
                 replica,
                 slots=16,
-                host_bytes=8 << 30,
+                host_bytes=2500 << 20,
                 max_lora_rank=64,
                 max_num_seqs=64,
                 running=rng.randrange(16, 46),
@@ -80,8 +92,8 @@ def main() -> None:
 
     rng.shuffle(adapters)
     plain = [PlacementRequest(adapter) for adapter in adapters]
-    grouped = [replace(request, prefix=rng.getrandbits(64)) for request in plain]
-    base = [replace(request, adapter=None) for request in grouped]
+    grouped = [msgspec.structs.replace(request, prefix=rng.getrandbits(64)) for request in plain]
+    base = [msgspec.structs.replace(request, adapter=None) for request in grouped]
     one_left = Fleet(fleet.replicas[1:])
     begun = time.process_time()
     choices(plain, one_left)
@@ -103,14 +115,19 @@ def main() -> None:
 
     def moves() -> int:
         for i in range(20_000):
-            ledger.start(f"mural-{i % options.replicas:04}", 1)
-            ledger.finish(f"mural-{i % options.replicas:04}", 1)
+            ledger.start(f"mural-{i % options.replicas:04}", 1, 16)
+            ledger.finish(f"mural-{i % options.replicas:04}", 1, 16)
         return 20_000
 
     def views() -> int:
-        for _ in range(100):
-            ledger.observe(Fleet(fleet.replicas))
-        return 100
+        for number in range(20):
+            # One replica in ten has something new to say.
+            told = (
+                replace(replica, report=number) if i % 10 == number % 10 else replica
+                for i, replica in enumerate(fleet.replicas)
+            )
+            ledger.observe(Fleet(tuple(told)))
+        return 20
 
     def explanations() -> int:
         for request in plain[:50]:

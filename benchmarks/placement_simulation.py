@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 from mural_router.bench.figure import figure, table
-from mural_router.bench.policies import POLICIES
+from mural_router.bench.policies import POLICIES, SizeBlind
 from mural_router.bench.simulator import FleetModel, simulate
-from mural_router.bench.traces import TRACES
+from mural_router.bench.traces import TRACES, mixed
 
 
 def main() -> None:
@@ -28,8 +28,9 @@ def main() -> None:
     for make in TRACES:
         trace = make(options.seconds, options.rate, options.adapters)
         results += [simulate(trace, policy, model) for policy in POLICIES]
+    blind = simulate(mixed(options.seconds, options.rate, options.adapters), SizeBlind, model)
     print(f"{model}\n{options.adapters} adapters, {options.rate:g} requests/s")
-    print(table(results))
+    print(table([*results, blind]))
     if options.figure is not None:
         options.figure.write_text(figure(results), encoding="utf-8")
 

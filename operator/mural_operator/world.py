@@ -150,6 +150,7 @@ def _replica(pod: Pod, ready: bool) -> Replica:
         ready=ready,
         slots=state.limits.slots,
         host_bytes=state.limits.host_bytes,
+        max_cpu_loras=state.limits.max_cpu_loras,
         max_lora_rank=state.limits.max_lora_rank,
         max_num_seqs=state.limits.max_num_seqs,
         running=state.load.running,

@@ -87,6 +87,7 @@ def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, obje
     replica, name = member.replica, member.endpoint.name
     report = member.report or Report(ready=False)
     adapters = sorted(report.adapters)
+    loads = router.dispatch.ledger.loads
     return {
         "name": name,
         "engine": member.endpoint.engine,
@@ -100,12 +101,17 @@ def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, obje
         "restarts": member.restarts,
         "breaker": breaker,
         "in_flight": router.dispatch.ledger.in_flight(name),
-        "estimated_load": router.dispatch.ledger.loads.of(name),
+        "estimated_load": loads.of(name),
+        "estimated_cost": loads.cost(name),
         "running": replica.running,
         "waiting": replica.waiting,
         "kv_usage": replica.kv_usage,
         "tokens_per_s": replica.tokens_per_s,
         "slots": replica.slots,
+        "adapters_wanted": replica.use.wanted,
+        "adapters_wanted_bytes": replica.use.wanted_bytes,
+        "adapters_pinned_bytes": replica.use.pinned_bytes,
+        "host_bytes": replica.host_bytes,
         "adapters": {at: dataclasses.asdict(report.adapters[at]) for at in adapters[:MAX_ADAPTERS]},
         "adapters_known": len(adapters),
     }

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
+from dataclasses import replace
 
 from mural_router.bench.traces import Arrival
-from mural_router.placement import Fleet, LoadLedger, PlacementRequest, choose
+from mural_router.placement import (
+    DEFAULT_POLICY,
+    Fleet,
+    LoadLedger,
+    PlacementPolicy,
+    PlacementRequest,
+    choose,
+)
 from mural_router.placement.hashing import stable_hash
 
-__all__ = ["POLICIES", "BoundedLoadRing", "LeastLoaded", "Mural", "Policy", "RoundRobin"]
+__all__ = [
+    "POLICIES",
+    "BoundedLoadRing",
+    "LeastLoaded",
+    "Mural",
+    "Policy",
+    "RoundRobin",
+    "SizeBlind",
+]
 
 
 class Policy(ABC):
@@ -26,11 +42,11 @@ class Policy(ABC):
         """The replica's name, or None: the request waits in the router."""
 
     @abstractmethod
-    def started(self, replica: str) -> None:
+    def started(self, replica: str, arrival: Arrival) -> None:
         """The request was sent there."""
 
     @abstractmethod
-    def finished(self, replica: str) -> None:
+    def finished(self, replica: str, arrival: Arrival) -> None:
         """It ended."""
 
 
@@ -44,10 +60,10 @@ class _Counting(Policy):
     def observe(self, fleet: Fleet) -> None:
         self._ready = [each.name for each in fleet.replicas if each.ready]
 
-    def started(self, replica: str) -> None:
+    def started(self, replica: str, arrival: Arrival) -> None:
         self._in_flight[replica] = self._in_flight.get(replica, 0) + 1
 
-    def finished(self, replica: str) -> None:
+    def finished(self, replica: str, arrival: Arrival) -> None:
         self._in_flight[replica] -= 1
 
 
@@ -81,10 +97,10 @@ class LeastLoaded(Policy):
     def choose(self, arrival: Arrival) -> str | None:
         return min(self._ready, key=self._ledger.loads.of) if self._ready else None
 
-    def started(self, replica: str) -> None:
+    def started(self, replica: str, arrival: Arrival) -> None:
         self._ledger.start(replica, 1)
 
-    def finished(self, replica: str) -> None:
+    def finished(self, replica: str, arrival: Arrival) -> None:
         self._ledger.finish(replica, 1)
 
 
@@ -131,9 +147,10 @@ class Mural(Policy):
     """`mural_router.placement`, with its defaults."""
 
     name = "Mural"
+    policy = DEFAULT_POLICY
 
     def __init__(self) -> None:
-        self._ledger = LoadLedger()
+        self._ledger = LoadLedger(self.policy)
         self._fleet = Fleet()
 
     def observe(self, fleet: Fleet) -> None:
@@ -142,14 +159,25 @@ class Mural(Policy):
 
     def choose(self, arrival: Arrival) -> str | None:
         request = PlacementRequest(arrival.adapter, prefix=arrival.prefix)
-        choice = choose(request, self._fleet, self._ledger.loads)
+        choice = choose(request, self._fleet, self._ledger.loads, policy=self.policy)
         return None if choice is None else choice.replica.name
 
-    def started(self, replica: str) -> None:
-        self._ledger.start(replica, 1)
+    def started(self, replica: str, arrival: Arrival) -> None:
+        self._ledger.start(replica, 1, arrival.rank)
 
-    def finished(self, replica: str) -> None:
-        self._ledger.finish(replica, 1)
+    def finished(self, replica: str, arrival: Arrival) -> None:
+        self._ledger.finish(replica, 1, arrival.rank)
+
+
+class SizeBlind(Mural):
+    """The same, but every adapter counts alike: what ranks and bytes are good for is the
+    difference."""
+
+    name = "Mural, sizes unknown"
+    policy = PlacementPolicy(rank_cost=0.0)
+
+    def observe(self, fleet: Fleet) -> None:
+        super().observe(Fleet(tuple(replace(each, host_bytes=0) for each in fleet.replicas)))
 
 
 POLICIES: tuple[type[Policy], ...] = (RoundRobin, LeastLoaded, BoundedLoadRing, Mural)

@@ -3,13 +3,14 @@
 The model of a replica, in the order in which a request meets it:
 
 1. Its adapter: in memory, or it waits for a load, which it shares with others that wait for the
-   same one. A replica loads a few at a time; memory holds a fixed number and forgets the one that
-   was used least recently, never one in use.
+   same one. A replica loads a few at a time, each for as long as its rank says; memory holds a
+   fixed sum of ranks and forgets the adapter that was used least recently, never one in use.
 2. A seat: so many sequences are computed at a time, the rest wait in line.
 3. Prefill: one prompt after the other at a fixed rate. The tokens that a prompt shares with an
    earlier one of its adapter cost nothing where they are still in the prefix cache, which holds a
    fixed number of tokens and forgets those used least recently. The first token follows.
-4. Decode: the remaining tokens, at a time a token that grows with the number of seats taken.
+4. Decode: the remaining tokens, at a time a token that grows with the seats taken and the ranks
+   of those who have them.
 
 Reports reach the routers at intervals, as the state stream's do. Requests alternate between the
 routers. When a replica dies, requests without a first token are sent elsewhere, the others break.
@@ -42,13 +43,17 @@ class FleetModel:
     replicas: int = 8
     routers: int = 2
     seats: int = 48
-    adapters_held: int = 100
+    ranks_held: int = 1600
+    """Memory for adapters, by the sum of their ranks: a hundred of rank 16."""
     loads_at_a_time: int = 2
     load_s: float = 0.5
+    """Of an adapter of rank 16; others in proportion."""
     prefill_tokens_per_s: float = 10_000.0
     prefix_cache_tokens: int = 150_000
     token_s: float = 0.015
-    token_s_a_seat: float = 0.0003
+    token_s_a_seat: float = 0.00024
+    rank_cost: float = 0.02
+    """What a rank adds to a seat."""
     report_s: float = 0.25
 
 
@@ -65,11 +70,15 @@ class Result:
     prefix_hits: float
     """Part of the prompts' tokens that were in the prefix cache."""
     spread: float
-    """Mean over time of the largest load over the mean one, while there is one a replica."""
+    """Mean over time of the largest load over the mean one, by what sequences cost, while there is
+    one a replica."""
     homes: float
     """Replicas that hold an adapter, mean over those that are held, at the end."""
     ttft_p50_s: float
     ttft_p99_s: float
+
+
+BYTES_A_RANK = 1 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +131,11 @@ class _Server:
 
     def _clear(self) -> None:
         self.present: set[_Sequence] = set()
-        self._held: OrderedDict[str, None] = OrderedDict()
+        self._held: OrderedDict[str, int] = OrderedDict()
+        """Ranks, the adapter used least recently first."""
+        self._ranks: dict[str, int] = {}
+        """Of all that have been asked for here: those not held are on disk."""
+        self._seated_ranks = 0
         self._users: dict[str, int] = {}
         self._loading: dict[str, list[_Sequence]] = {}
         self._to_load: deque[str] = deque()
@@ -139,6 +152,7 @@ class _Server:
         adapter, counts = sequence.arrival.adapter, self._run.counts
         sequence.replica = self._index
         self.present.add(sequence)
+        self._ranks[adapter] = sequence.arrival.rank
         self._users[adapter] = self._users.get(adapter, 0) + 1
         counts.arrivals += 1
         if adapter in self._held:
@@ -163,43 +177,53 @@ class _Server:
 
     def report(self, now_s: float) -> Replica:
         self.reports += 1
-        held = {name: self._residency(name, now_s) for name in self._held}
-        loading = {
-            name: Residency("disk", loading=True, requests=self._users.get(name, 0))
-            for name in self._loading
-        }
+        adapters = {name: self._residency(name, now_s) for name in self._ranks}
         return Replica(
             self.name,
             ready=self.up,
             report=self.reports,
             slots=16,
+            host_bytes=self._model.ranks_held * BYTES_A_RANK,
             max_num_seqs=self._model.seats,
             running=self._seated,
             waiting=len(self.present) - self._seated,
             tokens_per_s=self._rate.at(now_s),
-            adapters={**loading, **held},
+            adapters=adapters,
         )
 
     @property
     def held(self) -> Iterable[str]:
         return self._held.keys()
 
+    @property
+    def cost(self) -> float:
+        """Of the sequences there, in those of the base."""
+        ranks = sum(sequence.arrival.rank for sequence in self.present)
+        return len(self.present) + self._model.rank_cost * ranks
+
     def _residency(self, adapter: str, now_s: float) -> Residency:
-        rate = self._rates.get(adapter)
-        load = 0.0 if rate is None else rate.at(now_s)
-        return Residency("host", rank=16, requests=self._users.get(adapter, 0), load=load)
+        rate, rank = self._rates.get(adapter), self._ranks[adapter]
+        return Residency(
+            "host" if adapter in self._held else "disk",
+            loading=adapter in self._loading,
+            rank=rank,
+            bytes=rank * BYTES_A_RANK,
+            requests=self._users.get(adapter, 0),
+            load=0.0 if rate is None else rate.at(now_s),
+        )
 
     def _load(self) -> None:
         while self._to_load and self._loads < self._model.loads_at_a_time:
             self._loads += 1
             adapter = self._to_load.popleft()
-            self._run.after(self._model.load_s, self._alive(partial(self._loaded, adapter)))
+            load_s = self._model.load_s * self._ranks[adapter] / 16
+            self._run.after(load_s, self._alive(partial(self._loaded, adapter)))
 
     def _loaded(self, adapter: str) -> None:
         self._loads -= 1
-        self._held[adapter] = None
+        self._held[adapter] = self._ranks[adapter]
         for name in [name for name in self._held if not self._users.get(name)]:
-            if len(self._held) <= self._model.adapters_held:
+            if sum(self._held.values()) <= self._model.ranks_held:
                 break
             del self._held[name]
             self._rates.pop(name, None)
@@ -215,6 +239,7 @@ class _Server:
         while self._line and self._seated < self._model.seats:
             sequence = self._line.popleft()
             self._seated += 1
+            self._seated_ranks += sequence.arrival.rank
             begin = max(self._run.now_s, self._prefill_free_s)
             tokens = self._uncached(sequence.arrival)
             self._prefill_free_s = begin + tokens / self._model.prefill_tokens_per_s
@@ -236,13 +261,15 @@ class _Server:
     def _first_token(self, sequence: _Sequence) -> None:
         sequence.started = True
         self._run.counts.ttft_s.append(self._run.now_s - sequence.arrival.at_s)
-        token_s = self._model.token_s + self._model.token_s_a_seat * self._seated
+        seats = self._seated + self._model.rank_cost * self._seated_ranks
+        token_s = self._model.token_s + self._model.token_s_a_seat * seats
         rest_s = token_s * (sequence.arrival.output_tokens - 1)
         self._run.after(rest_s, self._alive(partial(self._end, sequence)))
 
     def _end(self, sequence: _Sequence) -> None:
         arrival, now_s = sequence.arrival, self._run.now_s
         self._seated -= 1
+        self._seated_ranks -= arrival.rank
         self.present.remove(sequence)
         self._users[arrival.adapter] -= 1
         rate = self._rates.setdefault(arrival.adapter, _Rate(WINDOW_S))
@@ -277,7 +304,8 @@ class _Run:
         heapq.heappush(self._events, (self.now_s + wait_s, self._number, act))
 
     def ended(self, sequence: _Sequence) -> None:
-        self._routers[sequence.router].finished(self._servers[sequence.replica].name)
+        name = self._servers[sequence.replica].name
+        self._routers[sequence.router].finished(name, sequence.arrival)
         self._serve(sequence.router)
 
     def replay(self) -> None:
@@ -307,12 +335,13 @@ class _Run:
         """In order of arrival, as long as there is a place."""
         line, policy = self._waiting[router], self._routers[router]
         while line and (name := policy.choose(line[0].arrival)) is not None:
-            policy.started(name)
-            self._servers[int(name.rpartition("-")[2])].take(line.popleft())
+            sequence = line.popleft()
+            policy.started(name, sequence.arrival)
+            self._servers[int(name.rpartition("-")[2])].take(sequence)
 
     def _report(self) -> None:
         self._tell()
-        loads = [len(server.present) for server in self._servers if server.up]
+        loads = [server.cost for server in self._servers if server.up]
         if loads and sum(loads) >= len(loads):
             self.counts.spreads.append(max(loads) / statistics.fmean(loads))
         for router in range(len(self._routers)):
@@ -333,7 +362,7 @@ class _Run:
         lost = server.die()
         self._tell()
         for sequence in lost:
-            self._routers[sequence.router].finished(server.name)
+            self._routers[sequence.router].finished(server.name, sequence.arrival)
             if sequence.started:
                 self.counts.broken += 1
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 __all__ = ["TRACES", "Arrival", "Outage", "Trace"]
@@ -25,6 +25,8 @@ class Arrival:
     shared_tokens: int
     own_tokens: int
     output_tokens: int
+    rank: int = 16
+    """Of the adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +131,18 @@ def loss(length_s: float, rate: float, adapters: int, seed: int = 4) -> Trace:
     return Trace("replica lost", steady.arrivals, (Outage(2, length_s / 2, 3 * length_s / 4),))
 
 
-TRACES = (zipf, diurnal, exploding, loss)
+def mixed(length_s: float, rate: float, adapters: int, seed: int = 5) -> Trace:
+    """Zipf; one adapter in four is of rank 64 and the others of rank 8, without regard to who is
+    popular."""
+    steady = zipf(length_s, rate, adapters, seed)
+    rng = random.Random(seed)
+    ranks: dict[str, int] = {}
+    arrivals = []
+    for arrival in steady.arrivals:
+        if arrival.adapter not in ranks:
+            ranks[arrival.adapter] = rng.choices((8, 64), (3, 1))[0]
+        arrivals.append(replace(arrival, rank=ranks[arrival.adapter]))
+    return Trace("mixed ranks", tuple(arrivals))
+
+
+TRACES = (zipf, diurnal, exploding, loss, mixed)

@@ -68,6 +68,9 @@ class Member(Listener):
         self._suspected = False
         self._restarts = 0
         self._heard_reports = 0
+        self._replica: Replica | None = None
+        """As placement was last told, and what that was made of."""
+        self._replica_of: tuple[object, ...] = ()
         self._probe: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._follower = tasks.create_task(self._follow(), name=f"following {endpoint.name}")
@@ -219,16 +222,26 @@ class Member(Listener):
                 stale=True,
                 reports=endpoint.engine == "mural",
             )
+        ready = self.why_not_ready(base) is None
+        # Most members have nothing new to say when one of them has.
+        of = (self._heard_reports, report, endpoint, ready, self.stale, self.silent)
+        if self._replica is None or self._replica_of != of:
+            self._replica_of, self._replica = of, self._make_replica(report, ready=ready)
+        return self._replica
+
+    def _make_replica(self, report: Report, *, ready: bool) -> Replica:
+        endpoint = self.endpoint
         return Replica(
             name=endpoint.name,
             weight=endpoint.weight,
-            ready=self.why_not_ready(base) is None,
+            ready=ready,
             stale=self.stale,
             silent=self.silent,
             reports=report.reports,
             report=self._heard_reports,
             slots=report.slots,
             host_bytes=report.host_bytes,
+            max_cpu_loras=report.max_cpu_loras,
             max_lora_rank=report.max_lora_rank,
             max_num_seqs=report.max_num_seqs,
             running=report.running,

@@ -36,6 +36,7 @@ class Report:
     reports: bool = True
     slots: int = 0
     host_bytes: int = 0
+    max_cpu_loras: int = 0
     max_lora_rank: int = 0
     max_num_seqs: int = 0
     max_model_len: int = 0

@@ -6,7 +6,14 @@ The operator calls them too, so that both agree. No web framework, no torch, no 
 from mural_router.placement.base import Base, agreed_base, base_names
 from mural_router.placement.choose import Choice, OnlyHome, Reason, choose, homes_of, only_home
 from mural_router.placement.explain import Explanation, explain
-from mural_router.placement.fleet import Fleet, PlacementRequest, Replica, Residency, Resident
+from mural_router.placement.fleet import (
+    Fleet,
+    PlacementRequest,
+    Replica,
+    Residency,
+    Resident,
+    Use,
+)
 from mural_router.placement.ledger import LoadLedger, Loads, reported_loads
 from mural_router.placement.order import order
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
@@ -27,6 +34,7 @@ __all__ = [
     "Replica",
     "Residency",
     "Resident",
+    "Use",
     "agreed_base",
     "base_names",
     "choose",

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
-from mural_router.placement.fleet import Fleet, Homes, PlacementRequest, Replica
+from mural_router.placement.fleet import (
+    PLACES_LOOKED_ON,
+    AdapterFacts,
+    Fleet,
+    Homes,
+    PlacementRequest,
+    Replica,
+)
 from mural_router.placement.hashing import stable_hash
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
-from mural_router.placement.replicas import can_hold, holds, replicas_for
+from mural_router.placement.replicas import can_hold, fits, holds, is_crowded, replicas_for
 
 __all__ = [
     "Bound",
@@ -31,9 +38,12 @@ BASE_GROUPS = 1024
 
 Reason = Literal["resident", "home", "spilled", "prefix", "least_loaded", "over_bound"]
 """``resident``: one of the adapter's k homes, which holds it. ``home``: one of them, which must
-load it. ``spilled``: all homes were over the bound or full; the next in the order. ``prefix`` and
-``least_loaded``: a base request with and without something to share. ``over_bound``: those within
-the bound were full, so one beyond it took it."""
+load it. ``spilled``: all homes were over the bound, full or crowded; the next in the order.
+``prefix`` and ``least_loaded``: a base request with and without something to share.
+``over_bound``: those within the bound were full, so one beyond it took it."""
+
+
+_Able = Callable[[Replica, str, AdapterFacts], bool]
 
 
 class Choice(NamedTuple):
@@ -50,28 +60,28 @@ class Choice(NamedTuple):
 class Bound:
     """How much a replica may have before it is given more, for one request.
 
-    ``c`` times its share, by weight, of all sequences with the new ones, rounded up: some
-    replica is always below it. Over the replicas that the request may go to. No lower than what
-    fills it lightly.
+    ``c`` times its share, by weight, of the cost of all sequences with the new ones, rounded up:
+    some replica is always below it. Over the replicas that the request may go to. No lower than
+    what fills it lightly.
     """
 
-    __slots__ = ("_fleet", "_loads", "_of", "_per_weight", "_policy", "_request")
+    __slots__ = ("_costs", "_fleet", "_loads", "_per_weight", "_policy", "_request")
 
     def __init__(
         self, request: PlacementRequest, fleet: Fleet, loads: Loads, policy: PlacementPolicy
     ) -> None:
         self._request, self._fleet, self._loads, self._policy = request, fleet, loads, policy
-        self._of = loads.by_name
+        self._costs = loads.costs
         self._per_weight = -1.0
 
     def limit(self, replica: Replica) -> float:
-        """Sequences below which the replica is within the bound."""
+        """The cost below which the replica is within the bound."""
         return max(self._share(replica), _light(replica, self._policy))
 
     def within(self, replica: Replica) -> bool:
         """Whether the replica may be given more."""
-        load = self._of.get(replica.name, 0.0)
-        return load < _light(replica, self._policy) or load < self._share(replica)
+        cost = self._costs.get(replica.name, 0.0)
+        return cost < _light(replica, self._policy) or cost < self._share(replica)
 
     def _share(self, replica: Replica) -> int:
         if self._per_weight < 0:
@@ -80,13 +90,15 @@ class Bound:
 
     def _for_weight(self) -> float:
         request, fleet = self._request, self._fleet
-        total, weight = self._loads.total, fleet.accepting_weight
+        total, weight = self._loads.total_cost, fleet.accepting_weight
         if request.candidates is not None:
             replicas = [fleet.replicas[i] for i in fleet.accepting]
             allowed = [each for each in replicas if each.name in request.candidates]
-            total = sum(self._loads.of(each.name) for each in allowed)
+            total = sum(self._loads.cost(each.name) for each in allowed)
             weight = sum(each.weight for each in allowed)
-        return _per_weight(self._policy.load_bound, total + request.sequences, weight)
+        rank = 0 if request.adapter is None else fleet.facts(request.adapter).rank
+        added = request.sequences * (1 + self._policy.rank_cost * rank)
+        return _per_weight(self._policy.load_bound, total + added, weight)
 
 
 def has_room(
@@ -121,9 +133,12 @@ def group_of(request: PlacementRequest) -> str | None:
     return None if request.prefix is None else f"prefix\0{request.prefix:x}"
 
 
-def _eligible(request: PlacementRequest, fleet: Fleet, places: Iterable[int]) -> Iterator[int]:
+def _eligible(
+    request: PlacementRequest, fleet: Fleet, places: Iterable[int], able: _Able
+) -> Iterator[int]:
     """Those of some positions that the request may go to, in their order."""
-    facts = None if request.adapter is None else fleet.facts(request.adapter)
+    adapter = request.adapter
+    facts = None if adapter is None else fleet.facts(adapter)
     replicas, candidates, excluded = fleet.replicas, request.candidates, request.excluded
     for i in places:
         replica = replicas[i]
@@ -131,34 +146,56 @@ def _eligible(request: PlacementRequest, fleet: Fleet, places: Iterable[int]) ->
             replica.ready
             and replica.name not in excluded
             and (candidates is None or replica.name in candidates)
-            and (facts is None or can_hold(replica, facts))
+            and (adapter is None or facts is None or able(replica, adapter, facts))
         ):
             yield i
 
 
 def homes_of(request: PlacementRequest, fleet: Fleet, k: int) -> list[int]:
-    """The positions of the first k that an adapter's request may go to; the base has no homes."""
+    """The positions of the first k that could hold an adapter, whatever is pinned there.
+
+    So the operator asks, which decides what is pinned. The base has no homes.
+    """
     if request.adapter is None:
         return []
-    return list(islice(_places(request, fleet, fleet.members.order(request.adapter)), k))
+    order = fleet.members.order(request.adapter)
+    return list(islice(_places(request, fleet, order, _can_hold), k))
 
 
 def placed_homes(
     request: PlacementRequest, fleet: Fleet, k: int, declared: int | None
 ) -> list[int]:
-    """`homes_of`, but of a declared adapter where the operator has put it.
+    """The positions of the first k that can hold an adapter beside what is pinned there.
 
-    It passes over a replica that is full, and those that the adapter's selector leaves out; and
-    it puts an adapter onto a new replica before it takes it from an old one. So of a declared
-    adapter's order those come first that hold it pinned.
+    Of a declared adapter where the operator has put it: it passes over a replica that is full, and
+    those that the adapter's selector leaves out; and it puts an adapter onto a new replica before
+    it takes it from an old one. So of a declared adapter's order those come first that hold it
+    pinned.
     """
     adapter = request.adapter
-    if declared is None or adapter is None:
-        return homes_of(request, fleet, k)
-    able = homes_of(request, fleet, len(fleet.replicas))
+    if adapter is None:
+        return []
+    if declared is None and _is_free(request):
+        return _first_homes(adapter, fleet, k)
+    found = _places(request, fleet, fleet.members.order(adapter))
+    if declared is None:
+        return list(islice(found, k))
+    able = list(found)
     put = [i for i in able if _is_pinned(fleet.replicas[i], adapter)][:k]
     chosen = {*put, *[i for i in able if i not in put][: k - len(put)]}
     return [i for i in able if i in chosen]
+
+
+def _first_homes(adapter: str, fleet: Fleet, k: int) -> list[int]:
+    """Of a request that may go anywhere: what `_places` gives, in a third of its time."""
+    facts, accepting, replicas = fleet.facts(adapter), fleet.accepting_set, fleet.replicas
+    homes: list[int] = []
+    for i in fleet.members.order(adapter):
+        if i in accepting and fits(replicas[i], adapter, facts):
+            homes.append(i)
+            if len(homes) == k:
+                break
+    return homes
 
 
 def _is_pinned(replica: Replica, adapter: str) -> bool:
@@ -166,17 +203,23 @@ def _is_pinned(replica: Replica, adapter: str) -> bool:
     return residency is not None and residency.pinned and holds(replica, adapter)
 
 
-def _places(request: PlacementRequest, fleet: Fleet, ordered: Iterable[int]) -> Iterator[int]:
+def _can_hold(replica: Replica, adapter: str, facts: AdapterFacts) -> bool:
+    return can_hold(replica, facts)
+
+
+def _places(
+    request: PlacementRequest, fleet: Fleet, ordered: Iterable[int], able: _Able = fits
+) -> Iterator[int]:
     """The eligible ones among those accepting."""
     accepting = fleet.accepting_set
-    if ordered is fleet.accepting and _is_free(request):
+    if ordered is fleet.accepting and request.adapter is None and _is_free(request):
         return iter(ordered)  # All of them: looking at each takes a third of such a choice.
-    return _eligible(request, fleet, (i for i in ordered if i in accepting))
+    return _eligible(request, fleet, (i for i in ordered if i in accepting), able)
 
 
 def _is_free(request: PlacementRequest) -> bool:
-    """Whether every accepting replica may take it."""
-    return request.adapter is None and request.candidates is None and not request.excluded
+    """Whether it may go to any replica that can take it."""
+    return request.candidates is None and not request.excluded
 
 
 def choose(
@@ -190,11 +233,13 @@ def choose(
     """The replica for a request, or None: its homes are full and no seat is free elsewhere.
 
     Among the adapter's k homes (`placed_homes`) the least loaded that holds it and is within the
-    bound; else one of them that is within the bound; else the next in the order that is. With k
-    above 1 the requests of one group meet: a second rendezvous hash among the homes comes before
-    their load. Away from home a request is sent only where it begins at once. Stale replicas are
-    asked when no fresh one will do. ``declared`` is the adapter's k where an object or the operator
-    says it.
+    bound; else one of them that is within the bound; else the next in the order that is. Loads are
+    of cost, where a rank counts (``loads`` are by the same policy, and its `rank_cost`). A home
+    that does not hold it and is crowded (`is_crowded`) comes after the next few in the order that
+    are not. With k above 1 the requests of one group meet: a second rendezvous hash among the homes
+    comes before their load. Away from home a request is sent only where it begins at once. Stale
+    replicas are asked when no fresh one will do. ``declared`` is the adapter's k where an object or
+    the operator says it.
     """
     if request.adapter is None:
         return _Chooser(request, fleet, loads, policy).for_base()
@@ -202,8 +247,9 @@ def choose(
     if len(homes.resident) == 1:
         # So it is nearly always: the rest would say the same of a home that has little to do.
         replica = fleet.replicas[homes.resident[0]]
-        load = loads.by_name.get(replica.name, 0.0)
-        if load < _light(replica, policy) and has_room(replica, load, policy):
+        if loads.cost(replica.name) < _light(replica, policy) and has_room(
+            replica, loads.of(replica.name), policy
+        ):
             return Choice(replica, "resident", homes.k, homes.names)
     return _Chooser(request, fleet, loads, policy).for_adapter(request.adapter, homes)
 
@@ -222,19 +268,23 @@ class OnlyHome(NamedTuple):
     room: float
     """As `room_of`."""
     light: float
-    """Below it a replica is within the bound, whatever the others have."""
+    """The cost below which a replica is within the bound, whatever the others have."""
     load_bound: float
     fleet_weight: float
+    rank: int
+    """The adapter's; 0: unknown."""
+    cost: float
+    """Of one sequence under it."""
 
     def takes_one_more(self, loads: Loads) -> bool:
         """Whether `choose` gives it a request of one sequence."""
-        load = loads.by_name.get(self.name, 0.0)
-        if load >= self.room:
+        if loads.of(self.name) >= self.room:
             return False
-        if load < self.light:
+        there = loads.cost(self.name)
+        if there < self.light:
             return True
-        per_weight = _per_weight(self.load_bound, loads.total + 1, self.fleet_weight)
-        return load < ceil(per_weight * self.weight)
+        total = loads.total_cost + self.cost
+        return there < ceil(_per_weight(self.load_bound, total, self.fleet_weight) * self.weight)
 
 
 def only_home(
@@ -249,7 +299,7 @@ def only_home(
     if len(homes.resident) != 1:
         return None
     place = homes.resident[0]
-    replica = fleet.replicas[place]
+    replica, rank = fleet.replicas[place], fleet.facts(adapter).rank
     return OnlyHome(
         place,
         replica.name,
@@ -258,16 +308,18 @@ def only_home(
         _light(replica, policy),
         policy.load_bound,
         fleet.accepting_weight,
+        rank,
+        1 + policy.rank_cost * rank,
     )
 
 
-def _per_weight(load_bound: float, sequences: float, weight: float) -> float:
-    # The total is kept by additions: an error in its last bits must not add a whole sequence.
-    return max(0.0, load_bound * sequences / (weight or 1) - 1e-9)
+def _per_weight(load_bound: float, cost: float, weight: float) -> float:
+    # An error in the last bits of a sum must not add a whole sequence.
+    return max(0.0, load_bound * cost / (weight or 1) - 1e-9)
 
 
 def _light(replica: Replica, policy: PlacementPolicy) -> float:
-    """Sequences below which a replica is within the bound, whatever the others have."""
+    """The cost below which a replica is within the bound, whatever the others have."""
     return policy.light * replica.max_num_seqs or policy.light_sequences
 
 
@@ -279,20 +331,21 @@ def _homes(
     policy: PlacementPolicy,
 ) -> Homes:
     """The adapter's homes for a request, which are the same for all that may go anywhere."""
-    anywhere = request.candidates is None and not request.excluded
+    anywhere = _is_free(request)
     homes = fleet.kept_homes(adapter, declared, policy) if anywhere else None
     if homes is None:
         k = replicas_for(adapter, fleet, declared, policy)
-        places = tuple(placed_homes(request, fleet, k, declared))
-        resident = tuple(i for i in places if holds(fleet.replicas[i], adapter))
+        places = placed_homes(request, fleet, k, declared)
+        resident = tuple([i for i in places if holds(fleet.replicas[i], adapter)])
         homes = Homes(
-            policy=policy,
-            declared=declared,
-            k=k,
-            places=places,
-            names=tuple(fleet.replicas[i].name for i in places),
-            resident=resident,
-            others=tuple(i for i in places if i not in resident),
+            policy,
+            declared,
+            k,
+            tuple(places),
+            tuple([fleet.replicas[i].name for i in places]),
+            resident,
+            # Nearly always all of them hold it.
+            () if len(resident) == len(places) else tuple([i for i in places if i not in resident]),
         )
         if anywhere:
             fleet.keep_homes(adapter, homes)
@@ -317,11 +370,23 @@ class _Chooser:
         replicas, k, names = self._fleet.replicas, homes.k, homes.names
         if (found := self._pick(homes.resident)) is not None:
             return Choice(replicas[found], "resident", k, names)
+        if (found := self._first(self._roomy(adapter, homes.others))) is not None:
+            return Choice(replicas[found], "home", k, names)
+        near = islice(self._away(adapter, homes.places), PLACES_LOOKED_ON)
+        if (found := self._first(self._roomy(adapter, near), home=False)) is not None:
+            return Choice(replicas[found], "spilled", k, names)
+        # What is wanted where it is has to be forgotten somewhere.
         if (found := self._first(homes.others)) is not None:
             return Choice(replicas[found], "home", k, names)
         if (found := self._first(self._away(adapter, homes.places), home=False)) is not None:
             return Choice(replicas[found], "spilled", k, names)
         return self._over_bound(adapter, k, names, homes.places)
+
+    def _roomy(self, adapter: str, places: Iterable[int]) -> Iterator[int]:
+        """Those that hold the adapter, or have room for it beside what is wanted there."""
+        fleet = self._fleet
+        facts = fleet.facts(adapter)
+        return (i for i in places if not is_crowded(fleet.replicas[i], adapter, facts))
 
     def for_base(self) -> Choice | None:
         fleet, group = self._fleet, group_of(self._request)
@@ -357,7 +422,8 @@ class _Chooser:
     def _stale_places(self, key: str) -> Iterator[int]:
         """The eligible ones that have not been heard of, where others have."""
         accepting, ordered = self._fleet.accepting_set, self._fleet.members.order(key)
-        return _eligible(self._request, self._fleet, (i for i in ordered if i not in accepting))
+        places = (i for i in ordered if i not in accepting)
+        return _eligible(self._request, self._fleet, places, fits)
 
     def _pick(self, homes: Sequence[int]) -> int | None:
         """One of the homes that hold the adapter: by group, else by load."""
@@ -378,18 +444,18 @@ class _Chooser:
     def _least_loaded(
         self, places: Iterable[int], *, bounded: bool, home: bool = True
     ) -> int | None:
-        """By load for its weight; the first of those that tie."""
-        replicas, loads = self._fleet.replicas, self._loads.by_name
+        """By cost for its weight; the first of those that tie."""
+        replicas, costs = self._fleet.replicas, self._loads.costs
         best, least = None, float("inf")
         for i in places:
             replica = replicas[i]
-            load = loads.get(replica.name, 0.0) / replica.weight
+            cost = costs.get(replica.name, 0.0) / replica.weight
             if (
-                load < least
+                cost < least
                 and (not bounded or self._bound.within(replica))
                 and self._has_room(replica, home)
             ):
-                best, least = i, load
+                best, least = i, cost
         return best
 
     def _has_room(self, replica: Replica, home: bool) -> bool:

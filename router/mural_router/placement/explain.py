@@ -8,7 +8,7 @@ from mural_router.placement.choose import Bound, choose, group_of, has_room, pla
 from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
-from mural_router.placement.replicas import can_hold, replicas_for
+from mural_router.placement.replicas import can_hold, fits, is_crowded, replicas_for
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -25,8 +25,10 @@ class Row:
     home: bool
     residency: str
     """``slot``, ``host``, ``disk``, ``loading``, ``absent`` or ``unknown``."""
+    sequences: int
+    """Those there, as estimated now."""
     load: float
-    """Sequences there, as estimated now."""
+    """What they cost, in sequences of the base: ranks count."""
     limit: float
     """The load at which it is given no more while another has less."""
     group_place: int | None
@@ -65,12 +67,12 @@ def explain(
     rows = []
     for place, i in enumerate(fleet.members.order(key)):
         replica = fleet.replicas[i]
-        load = loads.of(replica.name)
+        sequences = loads.of(replica.name)
         against = _against(request, fleet, replica)
         if not bound.within(replica):
             against += ("over the bound",)
         home = i in homes or request.adapter is None
-        if not has_room(replica, load, policy, home=home):
+        if not has_room(replica, sequences, policy, home=home):
             against += ("full" if home else "no seat is free at once",)
         rows.append(
             Row(
@@ -79,7 +81,8 @@ def explain(
                 score=fleet.members.score(i, key.encode()),
                 home=i in homes,
                 residency=_residency(replica, request.adapter),
-                load=load,
+                sequences=sequences,
+                load=loads.cost(replica.name),
                 limit=bound.limit(replica),
                 group_place=group_places.get(i),
                 against=against,
@@ -110,15 +113,21 @@ def _group_places(request: PlacementRequest, fleet: Fleet, homes: list[int]) -> 
 
 
 def _against(request: PlacementRequest, fleet: Fleet, replica: Replica) -> tuple[str, ...]:
+    adapter = request.adapter
+    facts = None if adapter is None else fleet.facts(adapter)
     grounds = {
         "not ready": not replica.ready,
         "stale": replica.stale,
         "excluded": replica.name in request.excluded,
         "not a candidate": request.candidates is not None
         and replica.name not in request.candidates,
-        "cannot hold the adapter": request.adapter is not None
-        and not can_hold(replica, fleet.facts(request.adapter)),
+        "cannot hold the adapter": facts is not None and not can_hold(replica, facts),
     }
+    if adapter is not None and facts is not None and can_hold(replica, facts):
+        grounds["what is pinned there leaves too little memory"] = not fits(replica, adapter, facts)
+        grounds["crowded: it would forget what is wanted there"] = is_crowded(
+            replica, adapter, facts
+        )
     return tuple(ground for ground, holds_true in grounds.items() if holds_true)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -21,9 +21,12 @@ __all__ = [
     "Replica",
     "Residency",
     "Resident",
+    "Use",
 ]
 
 PLACES_LOOKED_ON = 8
+WANTED_TOKENS_PER_S = 1 / 60
+"""From this load on an adapter is wanted where it is: a token in the window of a minute."""
 FACTS_KEPT = 20_000
 """Adapters per fleet; names that nobody holds are remembered too."""
 
@@ -46,6 +49,8 @@ class Resident(Protocol):
     @property
     def bytes(self) -> int: ...
     @property
+    def requests(self) -> int: ...
+    @property
     def load(self) -> float: ...
 
 
@@ -63,6 +68,20 @@ class Residency:
     """Sequences that run or wait there under this adapter."""
     load: float = 0.0
     """Generated tokens a second, over a window of a minute that forgets."""
+
+
+class Use(NamedTuple):
+    """What the adapters of one replica take of it together."""
+
+    ranks: int = 0
+    """Of its sequences' adapters, summed over the sequences."""
+    pinned_bytes: int = 0
+    """Of host memory, which no other adapter can have."""
+    wanted: int = 0
+    """Adapters in memory that are pinned or have been used of late: those that would be loaded
+    again soon."""
+    wanted_bytes: int = 0
+    """Theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +106,8 @@ class Replica:
     """Distinct adapters in one step; 0: none, or unknown where `reports` is False."""
     host_bytes: int = 0
     """Host memory for adapters; 0: unknown."""
+    max_cpu_loras: int = 0
+    """Adapters in host memory at a time; 0: unknown."""
     max_lora_rank: int = 0
     """0: unknown."""
     max_num_seqs: int = 0
@@ -101,9 +122,28 @@ class Replica:
     adapters: Mapping[str, Resident] = field(default_factory=dict)
     """By exact name."""
 
+    use: Use = field(init=False, compare=False)
+    """What `adapters` say together."""
 
-@dataclass(frozen=True, slots=True)
-class AdapterFacts:
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "use", _use_of(self.adapters.values()))
+
+
+def _use_of(adapters: Iterable[Resident]) -> Use:
+    ranks = pinned_bytes = wanted = wanted_bytes = 0
+    for each in adapters:
+        ranks += each.requests * each.rank
+        if each.level == "disk" and not each.loading:
+            continue
+        if each.pinned or each.requests > 0 or each.load >= WANTED_TOKENS_PER_S:
+            wanted += 1
+            wanted_bytes += each.bytes
+            if each.pinned:
+                pinned_bytes += each.bytes
+    return Use(ranks, pinned_bytes, wanted, wanted_bytes)
+
+
+class AdapterFacts(NamedTuple):
     """What the accepting replicas together say of one adapter.
 
     Looked for along its order, where its homes are and what spilled from them, until so many
@@ -118,8 +158,7 @@ class AdapterFacts:
     """0: unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Homes:
+class Homes(NamedTuple):
     """Where an adapter is at home: positions among the replicas, in the adapter's order."""
 
     policy: PlacementPolicy
@@ -196,6 +235,14 @@ class Fleet:
         return sum(known) / len(known) if known else 0.0
 
     @cached_property
+    def _told(self) -> tuple[Mapping[str, Resident] | None, ...]:
+        """What each replica says of adapters; None of those not accepting."""
+        accepting = self.accepting_set
+        return tuple(
+            replica.adapters if i in accepting else None for i, replica in enumerate(self.replicas)
+        )
+
+    @cached_property
     def _facts(self) -> dict[str, AdapterFacts]:
         return {}
 
@@ -229,20 +276,26 @@ class Fleet:
 
     def _gather(self, adapter: str) -> AdapterFacts:
         load, rank, bytes_, absent = 0.0, 0, 0, 0
-        accepting, replicas = self.accepting_set, self.replicas
+        told = self._told
         for i in self.members.order(adapter):
-            if i not in accepting:
+            adapters = told[i]
+            if adapters is None:
                 continue
-            residency = replicas[i].adapters.get(adapter)
+            residency = adapters.get(adapter)
             if residency is None:
                 absent += 1
                 if absent == PLACES_LOOKED_ON:
                     break
                 continue
             absent = 0
+            replica = self.replicas[i]
             load += residency.load
-            rank = max(rank, residency.rank)
-            bytes_ = max(bytes_, residency.bytes)
+            # No replica holds what is too large for it, and the least that is told counts: one that
+            # lies keeps no adapter from the others.
+            if not 0 < replica.max_lora_rank < residency.rank:
+                rank = min(rank or residency.rank, residency.rank or rank)
+            if not 0 < replica.host_bytes < residency.bytes:
+                bytes_ = min(bytes_ or residency.bytes, residency.bytes or bytes_)
         return AdapterFacts(load, rank, bytes_)
 
 

@@ -6,37 +6,54 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from mural_router.placement.fleet import Fleet, Replica
+from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 
 __all__ = ["LoadLedger", "Loads", "reported_loads"]
 
 
 @dataclass(slots=True)
 class Loads:
-    """Sequences that run or wait on each replica, as estimated."""
+    """What runs or waits on each replica, as estimated, by a policy's `rank_cost`."""
 
-    by_name: Mapping[str, float] = field(default_factory=dict)
-    total: float = 0.0
+    by_name: Mapping[str, int] = field(default_factory=dict)
+    """Sequences."""
+    total: int = 0
     """Over the fleet's accepting replicas."""
+    costs: Mapping[str, float] = field(default_factory=dict)
+    """What they cost, in sequences of the base."""
+    total_cost: float = 0.0
 
-    def of(self, name: str) -> float:
-        """Of one replica; 0 where nothing is known."""
-        return self.by_name.get(name, 0.0)
+    def of(self, name: str) -> int:
+        """Sequences on one replica; 0 where nothing is known."""
+        return self.by_name.get(name, 0)
+
+    def cost(self, name: str) -> float:
+        """Their cost."""
+        return self.costs.get(name, 0.0)
 
 
-def reported_loads(fleet: Fleet) -> Loads:
+def reported_loads(fleet: Fleet, policy: PlacementPolicy = DEFAULT_POLICY) -> Loads:
     """What the replicas say, for one who sends them nothing: the operator, or a test."""
-    by_name = {each.name: float(each.running + each.waiting) for each in fleet.replicas}
-    return Loads(by_name, sum(by_name[name] for name in fleet.accepting_names))
+    by_name = {each.name: each.running + each.waiting for each in fleet.replicas}
+    costs = {
+        each.name: by_name[each.name] + policy.rank_cost * each.use.ranks for each in fleet.replicas
+    }
+    accepting = fleet.accepting_names
+    total, total_cost = (sum(of[name] for name in accepting) for of in (by_name, costs))
+    return Loads(by_name, int(total), costs, total_cost)
 
 
 @dataclass(slots=True)
 class _Account:
     mine: int = 0
     """Sequences of this router in flight there."""
+    mine_ranks: int = 0
+    """Summed over them."""
     report: int = -1
     others: int = 0
     """Those that the last report counted and that were not mine: of what came and went since, I
     only know my own."""
+    others_ranks: int = 0
 
 
 class LoadLedger:
@@ -46,11 +63,16 @@ class LoadLedger:
     Not for use from several threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: PlacementPolicy = DEFAULT_POLICY) -> None:
+        self.policy = policy
+        """What costs go by; with another one they are right from the next `observe` on."""
         self._accounts: dict[str, _Account] = {}
-        self._estimates: dict[str, float] = {}
+        self._estimates: dict[str, int] = {}
+        self._ranks: dict[str, int] = {}
+        self._total_ranks = 0
+        self._costs: dict[str, float] = {}
         self._accepting: frozenset[str] = frozenset()
-        self.loads = Loads(self._estimates)
+        self.loads = Loads(self._estimates, costs=self._costs)
         """The present estimate; the same object always, up to date."""
 
     def observe(self, fleet: Fleet) -> None:
@@ -60,18 +82,22 @@ class LoadLedger:
         present = {replica.name for replica in fleet.replicas}
         for name in [name for name in self._accounts if name not in present]:
             self._estimates.pop(name, None)
+            self._ranks.pop(name, None)
+            self._costs.pop(name, None)
             if self._accounts[name].mine == 0:
                 del self._accounts[name]
         self._accepting = fleet.accepting_names
         self.loads.total = sum(self._estimates[name] for name in self._accepting)
+        self._total_ranks = sum(self._ranks[name] for name in self._accepting)
+        self._price_all()
 
-    def start(self, name: str, sequences: int) -> None:
-        """Sequences are being sent to a replica."""
-        self.add(name, sequences)
+    def start(self, name: str, sequences: int, rank: int = 0) -> None:
+        """Sequences are being sent to a replica; ``rank``: of their adapter, 0 where unknown."""
+        self.add(name, sequences, sequences * rank)
 
-    def finish(self, name: str, sequences: int) -> None:
-        """They have ended there, however they did. Each start is finished once."""
-        self.add(name, -sequences)
+    def finish(self, name: str, sequences: int, rank: int = 0) -> None:
+        """They have ended there, however they did. Each start is finished once, as it was."""
+        self.add(name, -sequences, -sequences * rank)
 
     def in_flight(self, name: str) -> int:
         """This router's own sequences on a replica."""
@@ -83,14 +109,23 @@ class LoadLedger:
         if account.report != replica.report:
             account.report = replica.report
             account.others = max(0, replica.running + replica.waiting - account.mine)
-        self._estimates[replica.name] = float(account.mine + account.others)
+            account.others_ranks = max(0, replica.use.ranks - account.mine_ranks)
+        self._estimates[replica.name] = account.mine + account.others
+        self._ranks[replica.name] = account.mine_ranks + account.others_ranks
 
-    def add(self, name: str, sequences: int) -> None:
-        """`start`, or `finish` with a number below 0."""
+    def _price_all(self) -> None:
+        rank_cost = self.policy.rank_cost
+        for name, sequences in self._estimates.items():
+            self._costs[name] = sequences + rank_cost * self._ranks[name]
+        self.loads.total_cost = self.loads.total + rank_cost * self._total_ranks
+
+    def add(self, name: str, sequences: int, ranks: int) -> None:
+        """`start`, or `finish` with numbers below 0; ``ranks`` is the sum over the sequences."""
         account = self._accounts.get(name)
         if account is None:
             account = self._accounts[name] = _Account()
         account.mine += sequences
+        account.mine_ranks += ranks
         if account.mine < 0:
             raise ValueError(f"more sequences finished than started on {name}")
         if name not in self._estimates:
@@ -98,7 +133,13 @@ class LoadLedger:
             if account.mine == 0:
                 del self._accounts[name]
             return
-        before, now = self._estimates[name], float(account.mine + account.others)
-        self._estimates[name] = now
+        # What the others have is as it was reported: the estimates move by one's own.
+        self._estimates[name] += sequences
+        self._ranks[name] += ranks
+        # From whole numbers each time: sums of costs would drift.
+        rank_cost, loads = self.policy.rank_cost, self.loads
+        self._costs[name] = self._estimates[name] + rank_cost * self._ranks[name]
         if name in self._accepting:
-            self.loads.total += now - before
+            loads.total += sequences
+            self._total_ranks += ranks
+            loads.total_cost = loads.total + rank_cost * self._total_ranks

@@ -31,6 +31,10 @@ class PlacementPolicy:
     """As a home, a replica takes this many times the sequences that it computes at a time, those
     that wait there included; beyond it requests wait in the router, where they are served fairly.
     As no home it takes what it computes at a time."""
+    rank_cost: float = 0.02
+    """What each rank of an adapter adds to what a sequence under it costs, in base sequences: with
+    it a batch costs its sequences and the sum of their ranks, as in CaraServe (Li et al., 2024,
+    arXiv 2401.11240). `benchmarks/rank_cost.py` measures it; 0: any rank costs as the base."""
     max_waiting: int = 32
     """Sequences that may wait at a home which does not say how many it computes at a time."""
     kv_full: float = 0.95
@@ -41,6 +45,8 @@ class PlacementPolicy:
             raise ValueError("load_bound is 1 or more: below it not every request has a place")
         if not 0 <= self.light <= 1 or self.light_sequences < 0:
             raise ValueError("0 <= light <= 1 and light_sequences >= 0")
+        if not 0 <= self.rank_cost <= 1:
+            raise ValueError("0 <= rank_cost <= 1")
         if not 0 < self.empty < self.fill <= 1:
             raise ValueError("0 < empty < fill <= 1")
         if self.overcommit < 1 or self.max_waiting < 0 or not 0 < self.kv_full <= 1:

@@ -8,7 +8,7 @@ from math import ceil, floor
 from mural_router.placement.fleet import AdapterFacts, Fleet, Replica
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 
-__all__ = ["can_hold", "holds", "replicas_for"]
+__all__ = ["can_hold", "fits", "holds", "is_crowded", "replicas_for"]
 
 
 def holds(replica: Replica, adapter: str) -> bool:
@@ -24,7 +24,7 @@ def holds(replica: Replica, adapter: str) -> bool:
 
 
 def can_hold(replica: Replica, facts: AdapterFacts) -> bool:
-    """Whether an adapter of this rank and size fits a replica; what is unknown fits."""
+    """Whether an adapter of this rank and size fits an empty replica; what is unknown fits."""
     if not replica.reports:
         return True
     return (
@@ -32,6 +32,28 @@ def can_hold(replica: Replica, facts: AdapterFacts) -> bool:
         and (replica.max_lora_rank == 0 or facts.rank <= replica.max_lora_rank)
         and (replica.host_bytes == 0 or facts.bytes <= replica.host_bytes)
     )
+
+
+def fits(replica: Replica, adapter: str, facts: AdapterFacts) -> bool:
+    """Whether a replica can hold an adapter beside what is pinned there, which never leaves."""
+    return can_hold(replica, facts) and (
+        not 0 < replica.host_bytes < replica.use.pinned_bytes + facts.bytes
+        or holds(replica, adapter)
+    )
+
+
+def is_crowded(replica: Replica, adapter: str, facts: AdapterFacts) -> bool:
+    """Whether a replica would have to forget for an adapter what is wanted there.
+
+    That would be loaded again soon, and have something else forgotten. So an adapter in memory
+    stays, and one that is not looks for room first: bounded loads, of memory. One of unknown size
+    is taken to be as large as those there.
+    """
+    use = replica.use
+    size = facts.bytes or use.wanted_bytes / (use.wanted or 1)
+    return (
+        0 < replica.host_bytes < use.wanted_bytes + size or 0 < replica.max_cpu_loras <= use.wanted
+    ) and not holds(replica, adapter)
 
 
 def replicas_for(

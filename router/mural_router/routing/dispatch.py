@@ -54,6 +54,8 @@ class Attempt(msgspec.Struct, eq=False):
 
     endpoint: Endpoint
     sequences: int
+    rank: int
+    """Of the adapter, as far as it was known when it was sent; 0: none, or unknown."""
     reason: str
     """Of the choice, as placement names it."""
     digest: str | None
@@ -84,8 +86,7 @@ class Dispatch:
         """
         self.source = source
         self.breakers = breakers
-        self.policy = policy
-        self.ledger = LoadLedger()
+        self.ledger = LoadLedger(policy)
         self._metrics = metrics
         self._clock = clock
         self._freed = freed
@@ -98,6 +99,16 @@ class Dispatch:
         self._least_bytes = 0
         self._unsubscribe = source.subscribe(self._observe)
         self._observe(source.fleet)
+
+    @property
+    def policy(self) -> PlacementPolicy:
+        """Another one may be set at any time."""
+        return self.ledger.policy
+
+    @policy.setter
+    def policy(self, policy: PlacementPolicy) -> None:
+        self.ledger.policy = policy
+        self.ledger.observe(self.source.fleet)
 
     def close(self) -> None:
         """Look at the fleet no more."""
@@ -126,17 +137,19 @@ class Dispatch:
         endpoint = self.source.endpoint(choice.replica.name)
         if endpoint is None:
             return None
-        digest, cold = None, False
+        rank, digest, cold = 0, None, False
         if request.adapter is not None:
+            rank = self.source.fleet.facts(request.adapter).rank
             digest, cold = self.residency(request.adapter, choice.replica)
         attempt = Attempt(
             endpoint=endpoint,
             sequences=request.sequences,
+            rank=rank,
             reason=choice.reason,
             digest=digest,
             cold=cold,
         )
-        self.ledger.start(endpoint.name, request.sequences)
+        self.ledger.start(endpoint.name, request.sequences, rank)
         self.breakers.begin(endpoint.name, attempt, now)
         return attempt
 
@@ -198,8 +211,9 @@ class Dispatch:
         endpoint = None if name is None else self.source.endpoint(name)
         if endpoint is None:
             return None
-        moved = Attempt(endpoint, attempt.sequences, BY_GATEWAY, digest=None, cold=True)
-        self.ledger.start(endpoint.name, moved.sequences)
+        sequences, rank = attempt.sequences, attempt.rank
+        moved = Attempt(endpoint, sequences, rank, BY_GATEWAY, digest=None, cold=True)
+        self.ledger.start(endpoint.name, sequences, rank)
         self.breakers.begin(endpoint.name, moved, self._clock())
         self._metrics.replica(endpoint.name).attempts += 1
         return moved
@@ -219,16 +233,16 @@ class Dispatch:
         if attempt.ended:
             return
         attempt.ended = True
-        self.ledger.finish(attempt.endpoint.name, attempt.sequences)
+        self.ledger.finish(attempt.endpoint.name, attempt.sequences, attempt.rank)
         self.breakers.ended(attempt.endpoint.name, attempt)
         self._freed()
 
-    def left(self, name: str, attempt: object) -> None:
+    def left(self, name: str, rank: int, attempt: object) -> None:
         """One sequence that `ledger` was told of has ended at a replica, answered well.
 
         ``attempt``: anything that stands for it, and for no other.
         """
-        self.ledger.add(name, -1)
+        self.ledger.add(name, -1, -rank)
         if self.breakers.troubled:
             self.breakers.succeeded(name, attempt, self._clock())
         self._freed()
@@ -265,7 +279,9 @@ class Dispatch:
         accepting = [fleet.replicas[i] for i in fleet.accepting]
         # 0 stands for unknown, which everything fits.
         self._least_rank = min((each.max_lora_rank or 1 << 30 for each in accepting), default=0)
-        self._least_bytes = min((each.host_bytes or 1 << 60 for each in accepting), default=0)
+        self._least_bytes = min(
+            ((each.host_bytes or 1 << 60) - each.use.pinned_bytes for each in accepting), default=0
+        )
         self._freed()
         for replica in fleet.replicas:
             if replica.silent and (endpoint := self.source.endpoint(replica.name)) is not None:

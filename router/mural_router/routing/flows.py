@@ -97,6 +97,8 @@ class FlowRequest(msgspec.Struct, frozen=True, eq=False, gc=False):
     arrived: float
     """By the clock of routing."""
     request_id: str
+    rank: int
+    """That its sequence was counted with."""
 
 
 class Flows:
@@ -201,11 +203,12 @@ class Flows:
         if hold is None:
             return None
         now, name, metrics = self._clock(), flow.endpoint.name, self._metrics
+        rank = flow.home.rank
         self._budget.request(now)
-        dispatch.ledger.add(name, 1)
+        dispatch.ledger.add(name, 1, rank)
         metrics.choices["resident"] += 1
         metrics.replica(name).attempts += 1
-        return FlowRequest(flow, hold, stream, now, request_id or new_request_id())
+        return FlowRequest(flow, hold, stream, now, request_id or new_request_id(), rank)
 
     # -- finding them -----------------------------------------------------------------------------
 

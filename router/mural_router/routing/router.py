@@ -278,7 +278,7 @@ class FleetRouting(Unfolding):
         story = self._story(ask, request.arrived)
         story.principal, story.target = flow.principal, flow.target
         asked = self._asked(ask, story, flow.principal)
-        attempt = Attempt(flow.endpoint, 1, "resident", flow.digest, flow.cold)
+        attempt = Attempt(flow.endpoint, 1, request.rank, "resident", flow.digest, flow.cold)
         placement = self._placement(asked, flow.target)
         turn = Turn(attempt, 0.0, None)
         return self._routed(asked, flow.target, placement, request.hold, turn, sent=True)
@@ -297,7 +297,7 @@ class FleetRouting(Unfolding):
             hold.settle(outcome.prompt_tokens + (outcome.completion_tokens or 0))
         hold.close()
         name = flow.endpoint.name
-        self.dispatch.left(name, request)
+        self.dispatch.left(name, request.rank, request)
         Story(
             request_id=request.request_id,
             path=flow.path,

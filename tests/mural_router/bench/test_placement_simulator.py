@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from mural_router.bench.figure import figure, table
-from mural_router.bench.policies import POLICIES, BoundedLoadRing, LeastLoaded, Mural, RoundRobin
+from mural_router.bench.policies import (
+    POLICIES,
+    BoundedLoadRing,
+    LeastLoaded,
+    Mural,
+    RoundRobin,
+    SizeBlind,
+)
 from mural_router.bench.simulator import FleetModel, Result, simulate
-from mural_router.bench.traces import TRACES, Arrival, Outage, Trace, exploding, loss, zipf
+from mural_router.bench.traces import TRACES, Arrival, Outage, Trace, exploding, loss, mixed, zipf
 from mural_router.placement import Fleet, Replica
 
 ALONE = FleetModel(replicas=1, routers=1)
@@ -38,10 +48,10 @@ def test_requests_that_wait_for_one_load_share_it() -> None:
 
 
 def test_memory_forgets_the_adapter_used_least_recently() -> None:
-    model = replace(ALONE, adapters_held=1)
+    model = replace(ALONE, ranks_held=16)
     arrivals = (*asks(0.0), *asks(10.0, adapter="globex:v1", prefix=1), *asks(20.0))
     assert simulate(Trace("turns", arrivals), LeastLoaded, model).residency_hits == 0
-    roomy = simulate(Trace("turns", arrivals), LeastLoaded, replace(model, adapters_held=2))
+    roomy = simulate(Trace("turns", arrivals), LeastLoaded, replace(model, ranks_held=32))
     assert roomy.residency_hits == pytest.approx(1 / 3)
 
 
@@ -89,20 +99,56 @@ def test_the_ring_keeps_to_its_bound() -> None:
     for number in range(1, 101):
         name = ring.choose(asks(0.0)[0])
         assert name is not None
-        ring.started(name)
+        ring.started(name, asks(0.0)[0])
         sent.append(name)
         assert sent.count(name) <= max(1, 1.25 * number / 4) or number < 4
 
 
 def test_pinned_placement_beats_spraying_where_adapters_exceed_one_replica_s_memory() -> None:
     trace = zipf(20.0, 60.0, 400)
-    model = FleetModel(replicas=6, adapters_held=70)
+    model = FleetModel(replicas=6, ranks_held=70 * 16)
     ours = simulate(trace, Mural, model)
     for other in (RoundRobin, LeastLoaded):
         theirs = simulate(trace, other, model)
         assert ours.residency_hits > theirs.residency_hits + 0.1
         assert ours.prefix_hits > theirs.prefix_hits
         assert ours.homes < theirs.homes
+
+
+def test_ranks_make_loads_longer_memory_smaller_and_tokens_slower() -> None:
+    small, large = (tuple(replace(each, rank=rank) for each in asks(0.0)) for rank in (16, 64))
+    times = [
+        simulate(Trace("two", each * 2), LeastLoaded, ALONE).ttft_p50_s for each in (small, large)
+    ]
+    assert times[1] - times[0] == pytest.approx(3 * ALONE.load_s)
+    others = asks(20.0, adapter="globex:v1", prefix=1)
+    model = replace(ALONE, ranks_held=80)
+    again = asks(40.0)
+    for arrivals, hits in ((small, 1 / 3), (large, 1 / 3)):
+        trace = Trace("three", (*arrivals, *others, *(replace(again[0], rank=arrivals[0].rank),)))
+        assert simulate(trace, LeastLoaded, model).residency_hits == pytest.approx(hits)
+        tight = simulate(trace, LeastLoaded, replace(model, ranks_held=72))
+        assert tight.residency_hits == pytest.approx(hits if arrivals is small else 0)
+    slow = replace(ALONE, seats=1, token_s=0.0, token_s_a_seat=1.0, load_s=0.0)
+    waits = [
+        simulate(Trace("two", each * 2), LeastLoaded, slow).ttft_p99_s for each in (small, large)
+    ]
+    assert waits[1] / waits[0] == pytest.approx((1 + 0.02 * 64) / (1 + 0.02 * 16), rel=0.01)
+
+
+def test_costs_are_more_even_where_ranks_and_bytes_are_known() -> None:
+    trace = mixed(30.0, 96.0, 300)
+    assert {each.rank for each in trace.arrivals} == {8, 64}
+    known, blind = (simulate(trace, policy, FleetModel()) for policy in (Mural, SizeBlind))
+    assert known.spread < blind.spread - 0.02
+    assert known.residency_hits > blind.residency_hits - 0.03
+
+
+def test_the_program_that_times_a_choice_runs() -> None:
+    program = Path(__file__).parents[3] / "benchmarks" / "placement.py"
+    command = [sys.executable, str(program), "--replicas", "4", "--adapters", "20"]
+    done = subprocess.run(command, capture_output=True, check=True, timeout=60, text=True)
+    assert "view of the fleet new" in done.stdout
 
 
 def test_the_figure_and_the_table_hold_every_result() -> None:

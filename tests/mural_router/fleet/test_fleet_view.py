@@ -7,6 +7,7 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
+import msgspec
 import pytest
 import trustme
 
@@ -15,8 +16,8 @@ from mural_router.fleet.follow import MuralFollower
 from mural_router.fleet.member import Member
 from mural_router.fleet.static import StaticDiscovery
 from mural_router.fleet.view import FleetSettings, FleetView
-from mural_router.placement import Fleet, Residency
-from mural_server.protocol import ControlClient
+from mural_router.placement import Fleet, Residency, Use
+from mural_server.protocol import AdapterStatus, ControlClient
 
 TOKEN = "the-control-token"
 
@@ -156,6 +157,46 @@ async def test_a_pod_that_is_not_ready_is_followed_and_not_used(
     assert watched.view.snapshot()[0].restarts == 0
     discovery.sets.put_nowait((endpoint_of(server),))
     await watched.ready("a")
+
+
+async def test_what_a_replica_says_of_its_adapters_and_limits_reaches_placement(
+    watch, state_server
+):
+    told = (
+        AdapterStatus(
+            name="acme:v1", digest="", level="slot", pinned=True, rank=64, bytes=100, requests=3
+        ),
+        AdapterStatus(name="acme:v2", digest="", level="host", rank=8, bytes=10, load=2.0),
+        AdapterStatus(name="acme:v3", digest="", level="host", rank=8, bytes=10),
+        AdapterStatus(name="acme:v4", digest="", level="disk", rank=8, bytes=10),
+    )
+    server = await state_server()
+    adapters = {each.name: each for each in told}
+    server.snapshot = msgspec.structs.replace(server.snapshot, adapters=adapters)
+    watched = await watch(server.endpoint)
+    replica = await watched.ready("a")
+    assert replica.max_cpu_loras == 8
+    assert replica.use == Use(ranks=192, pinned_bytes=100, wanted=2, wanted_bytes=110)
+    server.change(5)
+    replica = await watched.replica("a", lambda one: one.running == 5)
+    assert replica.max_cpu_loras == 8
+
+
+async def test_a_fleet_has_the_same_replica_for_a_member_with_nothing_new_to_say(
+    watch, state_server
+):
+    quiet, other = await state_server(), await state_server()
+    endpoints = (quiet.endpoint, replace(other.endpoint, name="b"))
+    watched = await watch(*endpoints)
+    first = await watched.ready("a")
+    before = await watched.ready("b")
+    other.change(3)
+    after = await watched.replica("b", lambda one: one.running == 3)
+    assert after is not before
+    assert await watched.ready("a") is first
+    quiet.close()
+    quiet.drop()
+    await watched.replica("a", lambda one: not one.ready)
 
 
 async def test_a_silent_replica_becomes_stale_and_fresh_again(watch, state_server):

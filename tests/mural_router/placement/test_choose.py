@@ -16,6 +16,7 @@ from mural_router.placement import (
     Residency,
     choose,
     explain,
+    only_home,
     order,
     reported_loads,
 )
@@ -29,6 +30,8 @@ FIRST, SECOND, THIRD, LAST = NAMES
 
 CAN = Replica("", slots=8, host_bytes=1 << 30, max_lora_rank=64, max_num_seqs=32)
 HELD = {ADAPTER: Residency("host", rank=16, bytes=1 << 20)}
+LARGE = {ADAPTER: Residency("disk", rank=64, bytes=600 << 20)}
+"""What a replica knows that has it on disk: its home would have to load it."""
 LOADING = {ADAPTER: Residency("disk", loading=True)}
 ON_DISK = {ADAPTER: Residency("disk")}
 
@@ -60,6 +63,17 @@ class Case:
 
 def busy(running: int, **fields: object) -> Replica:
     return replace(CAN, running=running, **fields)  # type: ignore[arg-type]  # of Replica
+
+
+def with_others(mebibytes: int, *, rank: int = 0, **fields: object) -> Replica:
+    """It holds another tenant's adapter of this size beside what is given, by default in use."""
+    adapters = fields.pop("adapters", {})
+    other = replace(
+        Residency("host", rank=rank, bytes=mebibytes << 20, load=1.0),
+        **{name: fields.pop(name) for name in ("pinned", "requests", "load") if name in fields},
+    )
+    made = replace(CAN, adapters={"globex:v1": other, **adapters})  # type: ignore[dict-item]
+    return replace(made, **fields)  # type: ignore[arg-type]  # of Replica
 
 
 CASES = [
@@ -259,6 +273,168 @@ CASES = [
         ),
     ),
     Case("more replicas declared than there are: all are homes", FIRST, "home", k=9),
+    # What adapters cost: their ranks to those they are computed with, their bytes to those they
+    # are held with. A replica's memory is 1,024 MiB.
+    Case(
+        "of two homes with as many sequences the one with the lower ranks takes it",
+        SECOND,
+        "resident",
+        k=2,
+        fleet=fleet(
+            first=with_others(1, rank=64, requests=3, running=3, adapters=HELD),
+            second=with_others(1, rank=8, requests=3, running=3, adapters=HELD),
+        ),
+    ),
+    Case(
+        "a few sequences more of small ranks cost less than a few of large ones",
+        SECOND,
+        "resident",
+        k=2,
+        fleet=fleet(
+            first=with_others(1, rank=64, requests=3, running=3, adapters=HELD),
+            second=with_others(1, rank=8, requests=5, running=5, adapters=HELD),
+        ),
+    ),
+    Case(
+        "home is over the bound by its ranks, though not by its sequences",
+        SECOND,
+        "spilled",
+        fleet=fleet(
+            first=with_others(1, rank=64, requests=7, running=7, adapters=HELD),
+            second=busy(8),
+            third=busy(8),
+            last=busy(8),
+        ),
+    ),
+    Case(
+        "the same sequences of a small rank leave it within",
+        FIRST,
+        "resident",
+        fleet=fleet(
+            first=with_others(1, rank=8, requests=8, running=8, adapters=HELD),
+            second=busy(8),
+            third=busy(8),
+            last=busy(8),
+        ),
+    ),
+    Case(
+        "a home that would have to forget what is in use is passed over for one with room",
+        SECOND,
+        "spilled",
+        fleet=fleet(first=with_others(500, adapters=LARGE)),
+    ),
+    Case(
+        "a small adapter still has room there",
+        FIRST,
+        "home",
+        fleet=fleet(first=with_others(500, adapters=ON_DISK)),
+    ),
+    Case(
+        "what nobody has used of late makes room",
+        FIRST,
+        "home",
+        fleet=fleet(first=with_others(500, load=0.001, adapters=LARGE)),
+    ),
+    Case(
+        "what computes is in use whatever its window says",
+        SECOND,
+        "spilled",
+        fleet=fleet(first=with_others(500, load=0.0, requests=1, adapters=LARGE)),
+    ),
+    Case(
+        "one that it holds stays there",
+        FIRST,
+        "resident",
+        fleet=fleet(first=with_others(500, adapters={ADAPTER: Residency("host", bytes=600 << 20)})),
+    ),
+    Case(
+        "away from home it stays where it found room, though one before has some by now",
+        THIRD,
+        "spilled",
+        fleet=fleet(
+            first=with_others(500),
+            second=with_others(500),
+            third=with_others(100, adapters={ADAPTER: Residency("host", bytes=600 << 20)}),
+        ),
+    ),
+    Case(
+        "a home that has room again has it back",
+        FIRST,
+        "home",
+        fleet=fleet(
+            first=with_others(100),
+            second=with_others(100, adapters={ADAPTER: Residency("host", bytes=600 << 20)}),
+        ),
+    ),
+    Case(
+        "with no room anywhere it goes home, and something is forgotten there",
+        FIRST,
+        "home",
+        fleet=fleet(
+            first=with_others(500, adapters=LARGE),
+            second=with_others(500),
+            third=with_others(500),
+            last=with_others(500),
+        ),
+    ),
+    Case(
+        "over the bound as well it spills to one with room first",
+        LAST,
+        "spilled",
+        fleet=fleet(
+            first=with_others(1, running=20, adapters=HELD | {"a:v1": LARGE[ADAPTER]}),
+            second=with_others(1024),
+            third=with_others(1024),
+        ),
+    ),
+    Case(
+        "a replica that holds as many adapters as it may has no room either",
+        SECOND,
+        "spilled",
+        fleet=fleet(first=with_others(1, max_cpu_loras=1)),
+    ),
+    Case(
+        "one of unknown size is taken to be as large as those there",
+        SECOND,
+        "spilled",
+        fleet=fleet(first=with_others(600)),
+    ),
+    Case(
+        "what is pinned never makes room: that is no home",
+        SECOND,
+        "home",
+        fleet=fleet(first=with_others(500, pinned=True, load=0.0, adapters=LARGE)),
+    ),
+    Case(
+        "not even when nobody else is there",
+        None,
+        fleet=fleet(
+            first=with_others(500, pinned=True, adapters=LARGE),
+            **{place: replace(CAN, ready=False) for place in ("second", "third", "last")},
+        ),
+    ),
+    Case(
+        "a replica that says more than it can hold keeps no adapter from the others",
+        FIRST,
+        "home",
+        fleet=fleet(
+            last=replace(CAN, adapters={ADAPTER: Residency("disk", rank=512, bytes=1 << 40)})
+        ),
+    ),
+    Case(
+        "nor one that says more than those who hold it",
+        FIRST,
+        "resident",
+        fleet=fleet(
+            first=replace(CAN, adapters=HELD),
+            last=replace(
+                CAN,
+                max_lora_rank=512,
+                host_bytes=1 << 50,
+                adapters={ADAPTER: Residency("host", rank=512, bytes=1 << 40)},
+            ),
+        ),
+    ),
 ]
 
 
@@ -364,9 +540,28 @@ def test_load_is_weighed_against_capacity() -> None:
     assert choice.replica.weight == 4.0
 
 
+def test_a_request_s_own_rank_counts_in_the_bound() -> None:
+    policy = PlacementPolicy(light=0.0, light_sequences=0, load_bound=1.0, rank_cost=1 / 8)
+    for rank, reason in ((0, "spilled"), (8, "spilled"), (64, "resident")):
+        held = {ADAPTER: Residency("host", rank=rank)}
+        # By its rank the request costs 1, 2 or 9: its half of the total is above 5, or is not.
+        view = fleet(
+            first=busy(5, adapters=held),
+            third=replace(CAN, ready=False),
+            last=replace(CAN, ready=False),
+        )
+        loads = reported_loads(view, policy)
+        choice = choose(PlacementRequest(ADAPTER), view, loads, policy=policy)
+        assert choice is not None
+        assert choice.reason == reason
+        home = only_home(ADAPTER, view, policy=policy)
+        assert home is not None
+        assert home.takes_one_more(loads) == (reason == "resident")
+
+
 def test_an_idle_fleet_does_not_spread_an_adapter_over_it() -> None:
     view = fleet(first=busy(7, adapters=HELD))
-    loads = Loads({FIRST: 7.0}, 7.0)
+    loads = Loads({FIRST: 7}, 7, {FIRST: 7.0}, 7.0)
     choice = choose(PlacementRequest(ADAPTER), view, loads, policy=PlacementPolicy(light=0.25))
     assert choice is not None
     assert choice.replica.name == FIRST
@@ -389,6 +584,9 @@ def test_an_idle_fleet_does_not_spread_an_adapter_over_it() -> None:
         {"light": 1.5},
         {"max_waiting": -1},
         {"light_sequences": -1},
+        {"rank_cost": -0.1},
+        {"rank_cost": 1.5},
+        {"rank_cost": float("nan")},
     ],
     ids=str,
 )

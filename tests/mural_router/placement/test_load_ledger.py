@@ -6,11 +6,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mural_router.placement import Fleet, LoadLedger, Replica, reported_loads
+from mural_router.placement import (
+    Fleet,
+    LoadLedger,
+    PlacementPolicy,
+    Replica,
+    Residency,
+    reported_loads,
+)
 
 
-def one(report: int, running: int = 0, waiting: int = 0) -> Fleet:
-    return Fleet((Replica("a", report=report, running=running, waiting=waiting),))
+def one(report: int, running: int = 0, waiting: int = 0, ranks: tuple[int, ...] = ()) -> Fleet:
+    """``ranks``: of adapters under each of which one sequence runs."""
+    adapters = {f"t:v{i}": Residency("slot", rank=rank, requests=1) for i, rank in enumerate(ranks)}
+    return Fleet(
+        (Replica("a", report=report, running=running, waiting=waiting, adapters=adapters),)
+    )
 
 
 def test_a_burst_is_seen_before_any_report_of_it() -> None:
@@ -106,10 +117,48 @@ def test_without_a_router_the_reports_are_the_load() -> None:
     assert (loads.of("a"), loads.of("b"), loads.total) == (3, 5, 3)
 
 
+def test_ranks_are_counted_as_sequences_are_each_once() -> None:
+    ledger = LoadLedger(PlacementPolicy(rank_cost=1 / 64))
+    ledger.observe(one(1, running=1, ranks=(32,)))
+    ledger.start("a", 2, 16)
+    assert (ledger.loads.cost("a"), ledger.loads.total_cost) == (4.0, 4.0)
+    ledger.observe(one(2, running=3, ranks=(32, 16, 16)))
+    assert ledger.loads.cost("a") == 4.0
+    ledger.finish("a", 2, 16)
+    assert (ledger.loads.cost("a"), ledger.loads.of("a")) == (1.5, 1)
+
+
+def test_costs_go_by_the_policy_of_the_moment() -> None:
+    ledger = LoadLedger(PlacementPolicy(rank_cost=0.0))
+    ledger.observe(one(1, running=1, ranks=(32,)))
+    ledger.start("a", 1, 16)
+    assert (ledger.loads.cost("a"), ledger.loads.total_cost) == (2, 2)
+    ledger.policy = PlacementPolicy(rank_cost=1 / 16)
+    ledger.observe(one(1, running=1, ranks=(32,)))
+    assert (ledger.loads.cost("a"), ledger.loads.total_cost) == (5, 5)
+
+
+def test_ranks_of_a_replica_that_left_are_followed_to_their_end() -> None:
+    ledger = LoadLedger(PlacementPolicy(rank_cost=1.0))
+    ledger.observe(one(1))
+    ledger.start("a", 1, 64)
+    ledger.observe(Fleet())
+    assert ledger.loads.total_cost == ledger.loads.cost("a") == 0
+    ledger.observe(one(2))
+    assert ledger.loads.total_cost == 65
+    ledger.finish("a", 1, 64)
+    assert ledger.loads.total_cost == ledger.loads.cost("a") == 0
+
+
+def test_without_a_router_the_reported_ranks_count() -> None:
+    loads = reported_loads(one(1, running=2, ranks=(8, 64)), PlacementPolicy(rank_cost=1 / 8))
+    assert (loads.cost("a"), loads.total_cost) == (11, 11)
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.sampled_from("abc"), st.integers(1, 5)),
-        st.tuples(st.just("finish"), st.sampled_from("abc"), st.integers(1, 5)),
+        st.tuples(st.just("finish"), st.sampled_from("abc"), st.integers(0, 5)),
         st.tuples(st.just("report"), st.sampled_from("abc"), st.integers(0, 20)),
         st.tuples(st.just("leave"), st.sampled_from("abc"), st.just(0)),
     ),
@@ -118,27 +167,38 @@ STEPS = st.lists(
 
 
 @settings(max_examples=80, deadline=None)
-@given(steps=STEPS)
+@given(steps=STEPS, rank=st.sampled_from([0, 8, 64]))
 def test_the_total_is_always_the_sum_and_nothing_stays_behind(
-    steps: list[tuple[str, str, int]],
+    steps: list[tuple[str, str, int]], rank: int
 ) -> None:
-    ledger = LoadLedger()
+    ledger = LoadLedger(PlacementPolicy(rank_cost=1.0))
     replicas: dict[str, Replica] = {}
+    mine: dict[str, list[tuple[int, int]]] = {name: [] for name in "abc"}
     for number, (what, name, count) in enumerate(steps):
         if what == "start":
-            ledger.start(name, count)
+            mine[name].append((count, rank + count))
+            ledger.start(name, *mine[name][-1])
         elif what == "finish":
-            ledger.finish(name, min(count, ledger.in_flight(name)))
+            if mine[name]:
+                ledger.finish(name, *mine[name].pop(count % len(mine[name])))
         elif what == "report":
-            replicas[name] = Replica(name, report=number, running=count)
+            held = {"t:v1": Residency("slot", rank=rank, requests=count)}
+            replicas[name] = Replica(name, report=number, running=count, adapters=held)
             ledger.observe(Fleet(tuple(replicas[each] for each in sorted(replicas))))
         else:
             replicas.pop(name, None)
             ledger.observe(Fleet(tuple(replicas[each] for each in sorted(replicas))))
-        assert ledger.loads.total == sum(ledger.loads.of(each) for each in replicas)
-        assert all(ledger.loads.of(each) >= ledger.in_flight(each) for each in replicas)
-    for name in "abc":
-        ledger.finish(name, ledger.in_flight(name))
+        loads = ledger.loads
+        assert loads.total == sum(loads.of(each) for each in replicas)
+        assert loads.total_cost == sum(loads.cost(each) for each in replicas)
+        assert all(loads.of(each) >= ledger.in_flight(each) for each in replicas)
+        assert all(
+            loads.cost(each) >= sum(count * (1 + of) for count, of in mine[each])
+            for each in replicas
+        )
+    for name, started in mine.items():
+        for each in started:
+            ledger.finish(name, *each)
     ledger.observe(Fleet())
-    assert ledger.loads.total == 0
+    assert ledger.loads.total == ledger.loads.total_cost == 0
     assert not ledger._accounts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -61,6 +62,18 @@ async def test_an_endpoint_that_nobody_knows_is_logged_and_holds_nothing() -> No
     done(routed)
     (line,) = await made.logged()
     assert (line["replica"], line["reason"]) == ("192.0.2.99:1", "gateway")
+
+
+async def test_what_a_gateway_moves_takes_its_rank_along() -> None:
+    held = {name: replace(each, rank=8) for name, each in resident("acme:v1").items()}
+    made = Made(MadeUpFleet(held, {}))
+    routed = await made.ask("acme:v1")
+    ranks = made.dispatch.ledger._ranks
+    assert ranks == {"a": 8, "b": 0}
+    routed.answered(200, "10.0.0.2:8000")
+    assert ranks == {"a": 0, "b": 8}
+    done(routed)
+    assert ranks == {"a": 0, "b": 0}
 
 
 async def test_an_upload_that_another_server_took_is_logged_so() -> None:

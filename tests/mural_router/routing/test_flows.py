@@ -172,6 +172,9 @@ class Made:
         assert express is not None
         self.flows: Flows = express.flows
 
+        self.ranks: dict[str, int] = {}
+        """As the ledger had them while the last that `admitted` took was under way."""
+
     def clock(self) -> float:
         return self.now
 
@@ -181,12 +184,15 @@ class Made:
 
     def admitted(self, flow: Flow | None) -> bool:
         """Whether it would take one now; what that took is given back."""
+        before = dict(self.dispatch.ledger._ranks)
         request = None if flow is None else self.flows.admit(flow, 10, 16, False, None)
         if request is None:
             return False
+        self.ranks = dict(self.dispatch.ledger._ranks)
         request.hold.settle(0)
         request.hold.close()
-        self.dispatch.left(request.flow.endpoint.name, request)
+        self.dispatch.left(request.flow.endpoint.name, request.rank, request)
+        assert self.dispatch.ledger._ranks == before
         return True
 
     def slow(self, model: str, key: str | None, path: str, *, stream: bool) -> RoutedRequest | None:
@@ -202,6 +208,7 @@ class Made:
         if not self.admitted(flow):
             return False
         assert flow is not None
+        before = dict(self.dispatch.ledger._ranks)
         for stream in (False, True):
             routed = self.slow(model, key, path, stream=stream)
             assert routed is not None
@@ -209,7 +216,9 @@ class Made:
             assert (attempt.reason, attempt.endpoint) == ("resident", flow.endpoint)
             assert (attempt.digest or flow.target.digest, attempt.cold) == (flow.digest, flow.cold)
             self._same_bytes(flow, routed, model, path, stream=stream)
+            assert self.dispatch.ledger._ranks == self.ranks
             routed.done(Outcome(status=200))
+            assert self.dispatch.ledger._ranks == before
         return True
 
     def _same_bytes(
@@ -242,6 +251,7 @@ residencies = st.builds(
     pinned=st.booleans(),
     rank=st.sampled_from([0, 8, 8, 8, 256]),
     bytes=st.sampled_from([0, 50, 50, 50, 200]),
+    requests=st.sampled_from([0, 0, 1, 3]),
     load=st.sampled_from([0.0, 0.0, 10.0, 1000.0]),
 )
 
@@ -260,6 +270,7 @@ def fleets(draw: st.DrawFn, most: int = 4) -> Fleet:
                 report=draw(st.integers(0, 3)),
                 slots=draw(st.sampled_from([4, 4, 4, 4, 0])),
                 host_bytes=draw(st.sampled_from([0, 100])),
+                max_cpu_loras=draw(st.sampled_from([0, 1, 2])),
                 max_lora_rank=draw(st.sampled_from([0, 64])),
                 max_num_seqs=draw(st.sampled_from([0, 4, 8])),
                 running=draw(st.sampled_from([0, 0, 1, 3, 5, 12])),
@@ -283,6 +294,7 @@ policies = st.builds(
     light=st.sampled_from([0.0, 0.0, 0.25]),
     light_sequences=st.sampled_from([0, 0, 8]),
     overcommit=st.sampled_from([1.0, 1.5]),
+    rank_cost=st.sampled_from([0.0, 1 / 64, 0.3]),
     max_waiting=st.sampled_from([0, 1, 32]),
     kv_full=st.sampled_from([0.05, 0.95]),
 )
@@ -291,7 +303,7 @@ Change = Callable[[Made], None]
 
 
 def _set_load(made: Made, name: str, sequences: int) -> None:
-    made.dispatch.ledger.add(name, sequences - made.dispatch.ledger.in_flight(name))
+    made.dispatch.ledger.add(name, sequences - made.dispatch.ledger.in_flight(name), 0)
 
 
 def _set_policy(made: Made, policy: PlacementPolicy) -> None:
@@ -391,6 +403,27 @@ def one_home(**more: object) -> Fleet:
 
 
 ALONE = Fleet(one_home().replicas[:1])
+
+
+def test_a_request_counts_with_its_adapter_s_rank_whichever_way_it_goes() -> None:
+    made = Made()
+    held = {name: Residency("slot", digest="d" * 64, rank=48) for name in EXACT}
+    made.source.set(one_home(adapters=held))
+    assert made.compare("acme:v1", KEYS[1], PATHS[0])
+    assert made.ranks == {"a": 48, "b": 0}
+    flow = made.find("acme:v1")
+    assert flow is not None
+    request = made.flows.admit(flow, 10, 16, False, None)
+    assert request is not None
+    # It was counted so: that the adapter turns out another one changes nothing for it.
+    made.source.set(one_home())
+    assert made.find("acme:v1") is not None
+    body = json.dumps({"model": "acme:v1", "prompt": "hi"}).encode()
+    routed = made.routing.unfold(request, Ask(PATHS[0], (f"Bearer {KEYS[1]}",), body))
+    assert made.dispatch.ledger._ranks["a"] == 48
+    assert isinstance(routed, RoutedRequest)
+    routed.done(Outcome(status=200))
+    assert made.dispatch.ledger._ranks["a"] == 0
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -605,9 +638,13 @@ def test_flows_that_nobody_uses_keep_no_old_fleet() -> None:
 
 
 @st.composite
-def loads(draw: st.DrawFn, fleet: Fleet) -> Loads:
-    by_name = {each.name: float(draw(st.integers(0, 5))) for each in fleet.replicas}
-    return Loads(by_name, sum(by_name[name] for name in fleet.accepting_names))
+def loads(draw: st.DrawFn, fleet: Fleet, policy: PlacementPolicy) -> Loads:
+    by_name = {each.name: draw(st.integers(0, 5)) for each in fleet.replicas}
+    ranks = {name: draw(st.sampled_from([0, 8, 64])) * count for name, count in by_name.items()}
+    accepting = fleet.accepting_names
+    costs = {name: count + policy.rank_cost * ranks[name] for name, count in by_name.items()}
+    total, total_cost = (sum(of[name] for name in accepting) for of in (by_name, costs))
+    return Loads(by_name, int(total), costs, total_cost)
 
 
 @settings(deadline=None, max_examples=200)
@@ -622,7 +659,7 @@ def test_an_only_home_takes_what_a_choice_gives_it(
     session: str | None,
 ) -> None:
     name = EXACT[0]
-    there = data.draw(loads(fleet))
+    there = data.draw(loads(fleet, policy))
     request = PlacementRequest(name, prefix=7, session=session)
     choice = choose(request, fleet, there, declared=declared, policy=policy)
     home = only_home(name, fleet, declared=declared, policy=policy)
