@@ -226,8 +226,7 @@ class _Carried(_Express, Caller):
                 self._replica.wait_for_more(self._is_answer)
                 return True
         if answer is None or (answer[2] and request.flow.digest is None):
-            self._unfold()
-            return False
+            return self._unfold() is None
         assert connection is not None
         fields, body_at, _ = answer
         body = data if held else data[body_at:]
@@ -259,16 +258,31 @@ class _Carried(_Express, Caller):
         )
         return True
 
-    def _unfold(self) -> InferenceRelay:
-        """Go on as a request of any kind, from where it is: sent, with no answer or its head."""
+    def _unfold(self) -> InferenceRelay | None:
+        """Go on as a request of any kind, from where it is: sent, with no answer or its head.
+
+        None: that failed, by a fault of ours, and the request is over.
+        """
         request, lane, replica = self._request, self._lane, self._replica
         assert replica is not None
-        ask = self._read(request.request_id)
-        routed = lane.unfolding.unfold(request, ask)
+        try:
+            ask = self._read(request.request_id)
+            routed = lane.unfolding.unfold(request, ask)
+        except Exception:
+            _log.exception("a request could not be gone on with")
+            self._give_up(replica)
+            return None
         relay = InferenceRelay(lane.pool, lane.routing, self, Sent(ask, routed, replica))
         held, self._held = self._held, b""
         replica.hand_over(relay, held)
         return relay
+
+    def _give_up(self, replica: ReplicaConnection) -> None:
+        """Nobody goes on waiting for an answer that will not come, and no place stays held."""
+        self.reader = self._replica = None
+        replica.discard()
+        self.cut()
+        self._lane.unfolding.drop(self._request)
 
     # -- the replica's side -----------------------------------------------------------------------
 
@@ -282,10 +296,12 @@ class _Carried(_Express, Caller):
         raise AssertionError("it has not begun")
 
     def answer_breaks(self, error: Exception) -> None:
-        self._unfold().answer_breaks(error)
+        if (relay := self._unfold()) is not None:
+            relay.answer_breaks(error)
 
     def replica_falls_silent(self) -> None:
-        self._unfold().replica_falls_silent()
+        if (relay := self._unfold()) is not None:
+            relay.replica_falls_silent()
 
     def request_pauses(self) -> None:
         """It was sent whole."""
@@ -296,7 +312,8 @@ class _Carried(_Express, Caller):
     # -- the client's side ------------------------------------------------------------------------
 
     def gone(self) -> None:
-        self._unfold().gone()
+        if (relay := self._unfold()) is not None:
+            relay.gone()
         self.reader = None
 
     def paused(self) -> None:
@@ -308,4 +325,5 @@ class _Carried(_Express, Caller):
             self._replica.resume()
 
     def end_now(self, error: MuralError) -> None:
-        self._unfold().end_now(error)
+        if (relay := self._unfold()) is not None:
+            relay.end_now(error)

@@ -247,6 +247,11 @@ class Dispatch:
             self.breakers.succeeded(name, attempt, self._clock())
         self._freed()
 
+    def dropped(self, name: str, rank: int) -> None:
+        """One such sequence has ended by a fault of the router's: it says nothing of a replica."""
+        self.ledger.add(name, -1, -rank)
+        self._freed()
+
     # -- inside -------------------------------------------------------------------------------
 
     def _without_broken(self, request: PlacementRequest, now: float) -> PlacementRequest:

@@ -87,6 +87,9 @@ class Unfolding(Protocol):
     def finish(self, request: FlowRequest, outcome: Outcome) -> None:
         """Note one that was answered well."""
 
+    def drop(self, request: FlowRequest) -> None:
+        """Note one that a fault of ours has ended, and give back what it held."""
+
 
 class FlowRequest(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One request of a flow, admitted: it holds its place until it is finished or unfolded."""

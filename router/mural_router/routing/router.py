@@ -296,9 +296,17 @@ class FleetRouting(Unfolding):
         if outcome.prompt_tokens is not None:
             hold.settle(outcome.prompt_tokens + (outcome.completion_tokens or 0))
         hold.close()
-        name = flow.endpoint.name
-        self.dispatch.left(name, request.rank, request)
-        Story(
+        self.dispatch.left(flow.endpoint.name, request.rank, request)
+        self._story_of(request).finish(outcome)
+
+    def drop(self, request: FlowRequest) -> None:
+        request.hold.close()
+        self.dispatch.dropped(request.flow.endpoint.name, request.rank)
+        self._story_of(request).end(status=0, error="internal_error")
+
+    def _story_of(self, request: FlowRequest) -> Story:
+        flow = request.flow
+        return Story(
             request_id=request.request_id,
             path=flow.path,
             arrived=request.arrived,
@@ -311,10 +319,10 @@ class FleetRouting(Unfolding):
             target=flow.target,
             stream=request.stream,
             digest=flow.digest,
-            replica=name,
+            replica=flow.endpoint.name,
             reason="resident",
             attempts=1,
-        ).finish(outcome)
+        )
 
     # -- a tenant's own adapters --------------------------------------------------------------
 

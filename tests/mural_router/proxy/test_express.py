@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mural_resolvers.errors import Unavailable
 from mural_resolvers.tenants import TenantLimits
 from mural_router.http.chunks import LAST_CHUNK, chunk
 from mural_router.http.scan import plain_request
@@ -104,6 +105,54 @@ async def test_what_is_in_flight_is_counted_and_bounded(here: Here) -> None:
     assert (await client.answer()).startswith(b"HTTP/1.1 503")
     assert here.used == ["whole"]
     here.server.buffered_bytes = 0
+
+
+def raises(*arguments: object) -> object:
+    raise RuntimeError("a fault of ours")
+
+
+@pytest.mark.parametrize("how", ["in pieces", "lost", "silent", "client gone", "end"])
+async def test_a_fault_of_ours_leaves_no_client_waiting_and_no_place_held(
+    here: Here, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Whatever has a request go on as one of any kind."""
+    scripts = {"in pieces": says(HEAD % len(ANSWER), ANSWER[:9], ANSWER[9:]), "lost": lose}
+    here.plays(scripts.get(how, silence))
+    monkeypatch.setattr(here.routing, "unfold", raises)
+    client = await here.client()
+    client.send(request(key=ADMIN))
+    if how not in scripts:
+        await here.until(lambda: here.proxy.state().requests == 1)
+        (reader,) = here.server.readers()
+        if how == "silent":
+            here.dispatch.fell_silent(here.source.endpoints["a"])
+        elif how == "end":
+            reader.end_now(Unavailable("The router stops."))
+        else:
+            client.leave()
+    if how != "client gone":
+        assert (await client.rest()).removesuffix(b" and a reset") == b""
+    await here.at_rest()
+    assert here.dispatch.ledger.in_flight("a") == 0
+    assert here.dispatch.ledger.loads.total_cost == 0
+    assert all(each.sequences == 0 for each in here.limiter.snapshot().tenants)
+    assert here.metrics.answers[0] == 1
+    assert sum("could not be gone on with" in each.message for each in caplog.records) == 1
+    monkeypatch.undo()
+    assert (await here.ask(key=ADMIN)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_fault_in_noting_the_end_of_a_request_comes_after_its_answer(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for at, name in ((here.dispatch, "left"), (here.routing, "finish")):
+        monkeypatch.setattr(at, name, raises)
+        client = await here.client()
+        for _ in range(2):
+            client.send(request(key=ADMIN))
+            assert (await client.answer()).startswith(b"HTTP/1.1 200")
+        monkeypatch.undo()
+        await here.at_rest()
 
 
 async def test_a_body_is_kept_once_when_its_answer_comes_in_pieces(here: Here) -> None:
