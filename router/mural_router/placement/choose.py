@@ -18,7 +18,14 @@ from mural_router.placement.fleet import (
 from mural_router.placement.hashing import stable_hash
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
-from mural_router.placement.replicas import can_hold, fits, holds, is_crowded, replicas_for
+from mural_router.placement.replicas import (
+    SPARE,
+    can_hold,
+    fits,
+    holds,
+    is_crowded,
+    replicas_for,
+)
 
 __all__ = [
     "Bound",
@@ -236,10 +243,10 @@ def choose(
     bound; else one of them that is within the bound; else the next in the order that is. Loads are
     of cost, where a rank counts (``loads`` are by the same policy, and its `rank_cost`). A home
     that does not hold it and is crowded (`is_crowded`) comes after the next few in the order that
-    are not. With k above 1 the requests of one group meet: a second rendezvous hash among the homes
-    comes before their load. Away from home a request is sent only where it begins at once. Stale
-    replicas are asked when no fresh one will do. ``declared`` is the adapter's k where an object or
-    the operator says it.
+    are not, and one that is nearly so after those of them that hold it. With k above 1 the requests
+    of one group meet: a second rendezvous hash among the homes comes before their load. Away from
+    home a request is sent only where it begins at once. Stale replicas are asked when no fresh one
+    will do. ``declared`` is the adapter's k where an object or the operator says it.
     """
     if request.adapter is None:
         return _Chooser(request, fleet, loads, policy).for_base()
@@ -370,9 +377,13 @@ class _Chooser:
         replicas, k, names = self._fleet.replicas, homes.k, homes.names
         if (found := self._pick(homes.resident)) is not None:
             return Choice(replicas[found], "resident", k, names)
+        if (found := self._first(self._roomy(adapter, homes.others, SPARE))) is not None:
+            return Choice(replicas[found], "home", k, names)
+        near = self._near(adapter, homes.places)
+        if (found := self._first(self._holding(adapter, near), home=False)) is not None:
+            return Choice(replicas[found], "spilled", k, names)
         if (found := self._first(self._roomy(adapter, homes.others))) is not None:
             return Choice(replicas[found], "home", k, names)
-        near = islice(self._away(adapter, homes.places), PLACES_LOOKED_ON)
         if (found := self._first(self._roomy(adapter, near), home=False)) is not None:
             return Choice(replicas[found], "spilled", k, names)
         # What is wanted where it is has to be forgotten somewhere.
@@ -382,11 +393,19 @@ class _Chooser:
             return Choice(replicas[found], "spilled", k, names)
         return self._over_bound(adapter, k, names, homes.places)
 
-    def _roomy(self, adapter: str, places: Iterable[int]) -> Iterator[int]:
+    def _near(self, adapter: str, homes: tuple[int, ...]) -> tuple[int, ...]:
+        """The next few in the order: one adapter's choice looks at no more than so many."""
+        places = self._places(self._fleet.members.order(adapter))
+        return tuple(islice((i for i in places if i not in homes), PLACES_LOOKED_ON))
+
+    def _holding(self, adapter: str, places: Iterable[int]) -> Iterator[int]:
+        return (i for i in places if holds(self._fleet.replicas[i], adapter))
+
+    def _roomy(self, adapter: str, places: Iterable[int], spare: float = 0.0) -> Iterator[int]:
         """Those that hold the adapter, or have room for it beside what is wanted there."""
         fleet = self._fleet
         facts = fleet.facts(adapter)
-        return (i for i in places if not is_crowded(fleet.replicas[i], adapter, facts))
+        return (i for i in places if not is_crowded(fleet.replicas[i], adapter, facts, spare))
 
     def for_base(self) -> Choice | None:
         fleet, group = self._fleet, group_of(self._request)

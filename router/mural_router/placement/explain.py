@@ -8,7 +8,7 @@ from mural_router.placement.choose import Bound, choose, group_of, has_room, pla
 from mural_router.placement.fleet import Fleet, PlacementRequest, Replica
 from mural_router.placement.ledger import Loads
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
-from mural_router.placement.replicas import can_hold, fits, is_crowded, replicas_for
+from mural_router.placement.replicas import SPARE, can_hold, fits, is_crowded, replicas_for
 
 __all__ = ["Explanation", "Row", "explain"]
 
@@ -68,10 +68,10 @@ def explain(
     for place, i in enumerate(fleet.members.order(key)):
         replica = fleet.replicas[i]
         sequences = loads.of(replica.name)
-        against = _against(request, fleet, replica)
+        home = i in homes or request.adapter is None
+        against = _against(request, fleet, replica, home=home)
         if not bound.within(replica):
             against += ("over the bound",)
-        home = i in homes or request.adapter is None
         if not has_room(replica, sequences, policy, home=home):
             against += ("full" if home else "no seat is free at once",)
         rows.append(
@@ -112,7 +112,9 @@ def _group_places(request: PlacementRequest, fleet: Fleet, homes: list[int]) -> 
     return {i: place for place, i in enumerate(fleet.members.ranked(homes, group))}
 
 
-def _against(request: PlacementRequest, fleet: Fleet, replica: Replica) -> tuple[str, ...]:
+def _against(
+    request: PlacementRequest, fleet: Fleet, replica: Replica, *, home: bool
+) -> tuple[str, ...]:
     adapter = request.adapter
     facts = None if adapter is None else fleet.facts(adapter)
     grounds = {
@@ -125,8 +127,10 @@ def _against(request: PlacementRequest, fleet: Fleet, replica: Replica) -> tuple
     }
     if adapter is not None and facts is not None and can_hold(replica, facts):
         grounds["what is pinned there leaves too little memory"] = not fits(replica, adapter, facts)
-        grounds["crowded: it would forget what is wanted there"] = is_crowded(
-            replica, adapter, facts
+        crowded = is_crowded(replica, adapter, facts)
+        grounds["crowded: it would forget what is wanted there"] = crowded
+        grounds["nearly crowded: those near that hold it come first"] = (
+            home and not crowded and is_crowded(replica, adapter, facts, SPARE)
         )
     return tuple(ground for ground, holds_true in grounds.items() if holds_true)
 

@@ -8,7 +8,11 @@ from math import ceil, floor
 from mural_router.placement.fleet import AdapterFacts, Fleet, Replica
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 
-__all__ = ["can_hold", "fits", "holds", "is_crowded", "replicas_for"]
+__all__ = ["SPARE", "can_hold", "fits", "holds", "is_crowded", "replicas_for"]
+
+SPARE = 0.25
+"""The part of a home's memory that nothing wanted takes before an adapter comes back to it from one
+that holds it: what is wanted changes with every request, and each way is a load."""
 
 
 def holds(replica: Replica, adapter: str) -> bool:
@@ -42,18 +46,21 @@ def fits(replica: Replica, adapter: str, facts: AdapterFacts) -> bool:
     )
 
 
-def is_crowded(replica: Replica, adapter: str, facts: AdapterFacts) -> bool:
+def is_crowded(replica: Replica, adapter: str, facts: AdapterFacts, spare: float = 0.0) -> bool:
     """Whether a replica would have to forget for an adapter what is wanted there.
 
     That would be loaded again soon, and have something else forgotten. So an adapter in memory
     stays, and one that is not looks for room first: bounded loads, of memory. One of unknown size
-    is taken to be as large as those there.
+    is taken to be as large as those there. ``spare``: the part of its memory that shall be left.
     """
-    use = replica.use
-    size = facts.bytes or use.wanted_bytes / (use.wanted or 1)
+    use, part = replica.use, 1 - spare
+    if not use.wanted or holds(replica, adapter):
+        return False
+    size = facts.bytes or use.wanted_bytes / use.wanted
     return (
-        0 < replica.host_bytes < use.wanted_bytes + size or 0 < replica.max_cpu_loras <= use.wanted
-    ) and not holds(replica, adapter)
+        0 < replica.host_bytes * part < use.wanted_bytes + size
+        or 0 < replica.max_cpu_loras * part < use.wanted + 1
+    )
 
 
 def replicas_for(

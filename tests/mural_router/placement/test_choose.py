@@ -353,8 +353,53 @@ CASES = [
         "spilled",
         fleet=fleet(
             first=with_others(500),
-            second=with_others(500),
+            second=with_others(100),
             third=with_others(100, adapters={ADAPTER: Residency("host", bytes=600 << 20)}),
+        ),
+    ),
+    Case(
+        "a home with hardly room leaves it there: the next request could take that again",
+        SECOND,
+        "spilled",
+        fleet=fleet(
+            first=with_others(300),
+            second=with_others(100, adapters={ADAPTER: Residency("host", bytes=600 << 20)}),
+        ),
+    ),
+    Case(
+        "so does one that counts adapters",
+        SECOND,
+        "spilled",
+        fleet=fleet(first=with_others(1, max_cpu_loras=2), second=replace(CAN, adapters=HELD)),
+    ),
+    Case(
+        "but takes it when that one has no seat for it at once",
+        FIRST,
+        "home",
+        fleet=fleet(
+            first=with_others(300),
+            second=with_others(
+                100, running=32, adapters={ADAPTER: Residency("host", bytes=600 << 20)}
+            ),
+        ),
+    ),
+    Case(
+        "one that has not been heard from is not asked for its room",
+        FIRST,
+        "home",
+        fleet=fleet(
+            first=with_others(500, adapters=LARGE),
+            second=with_others(500),
+            third=with_others(500),
+            last=replace(CAN, stale=True),
+        ),
+    ),
+    Case(
+        "nor for what it held",
+        FIRST,
+        "home",
+        fleet=fleet(
+            first=with_others(300, adapters=LARGE), last=replace(CAN, adapters=HELD, stale=True)
         ),
     ),
     Case(

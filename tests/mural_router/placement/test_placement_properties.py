@@ -37,7 +37,12 @@ residencies = st.builds(
     requests=st.integers(0, 3),
     load=st.floats(0, 1000),
 )
-LAST_RESORTS = {"over the bound", "stale", "crowded: it would forget what is wanted there"}
+LAST_RESORTS = {
+    "over the bound",
+    "stale",
+    "crowded: it would forget what is wanted there",
+    "nearly crowded: those near that hold it come first",
+}
 """What speaks against a replica, but takes it from nobody who has no other."""
 adapters = st.sampled_from(["acme:v1", "acme/support:v3", "globex:v2"])
 
