@@ -217,7 +217,11 @@ def test_plain_requests_are_carried_by_the_express_way(fleet, reference, tenant,
         kind: 2 * sum(each[f"{kind}_tokens"] for each in usage) for kind in ("prompt", "completion")
     }
     # A stream begins on it, and goes on as any other.
-    assert change(ways, fleet.counted("express")) == {"whole": asked, "unfolded": asked}
+    assert change(ways, fleet.counted("express")) == {
+        "whole": asked,
+        "unfolded": asked,
+        "refused": 0,
+    }
     assert change(http, fleet.counted("http")) == {
         "requests": 2 * asked,
         "refused": 0,
@@ -239,7 +243,7 @@ def test_the_openai_clients_requests_are_plain(fleet, reference) -> None:
             stream=True,
         )
         assert "".join(event.choices[0].text for event in stream) == text
-    assert change(ways, fleet.counted("express")) == {"whole": 1, "unfolded": 1}
+    assert change(ways, fleet.counted("express")) == {"whole": 1, "unfolded": 1, "refused": 0}
 
 
 def test_vllms_own_load_generator_runs_through_the_router(fleet, vllm_command, base_model) -> None:
