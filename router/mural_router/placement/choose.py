@@ -16,7 +16,7 @@ from mural_router.placement.fleet import (
     Replica,
 )
 from mural_router.placement.hashing import stable_hash
-from mural_router.placement.ledger import Loads
+from mural_router.placement.ledger import Loads, cost_of
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 from mural_router.placement.replicas import (
     SPARE,
@@ -68,8 +68,8 @@ class Bound:
     """How much a replica may have before it is given more, for one request.
 
     ``c`` times its share, by weight, of the cost of all sequences with the new ones, rounded up:
-    some replica is always below it. Over the replicas that the request may go to. No lower than
-    what fills it lightly.
+    some replica is always below it. Over the replicas that the request may go to, no one counted
+    with far more than most of them have (`cost_of`). No lower than what fills it lightly.
     """
 
     __slots__ = ("_costs", "_fleet", "_loads", "_per_weight", "_policy", "_request")
@@ -101,7 +101,7 @@ class Bound:
         if request.candidates is not None:
             replicas = [fleet.replicas[i] for i in fleet.accepting]
             allowed = [each for each in replicas if each.name in request.candidates]
-            total = sum(self._loads.cost(each.name) for each in allowed)
+            total = cost_of(allowed, self._costs, self._policy)
             weight = sum(each.weight for each in allowed)
         rank = 0 if request.adapter is None else fleet.facts(request.adapter).rank
         added = request.sequences * (1 + self._policy.rank_cost * rank)

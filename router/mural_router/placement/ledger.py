@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from mural_router.placement.fleet import Fleet, Replica
 from mural_router.placement.policy import DEFAULT_POLICY, PlacementPolicy
 
-__all__ = ["LoadLedger", "Loads", "reported_loads"]
+__all__ = ["LoadLedger", "Loads", "cost_of", "reported_loads"]
+
+MOST_OF_MEDIAN = 2.0
+"""No replica counts for more in what the fleet has than so many times the cost of the median one,
+for its weight: one that lies, or that others than routers flood, would put everybody within the
+bound."""
 
 
 @dataclass(slots=True)
@@ -22,6 +28,7 @@ class Loads:
     costs: Mapping[str, float] = field(default_factory=dict)
     """What they cost, in sequences of the base."""
     total_cost: float = 0.0
+    """Over the accepting replicas, each for no more than `most_of` them says."""
 
     def of(self, name: str) -> int:
         """Sequences on one replica; 0 where nothing is known."""
@@ -38,9 +45,31 @@ def reported_loads(fleet: Fleet, policy: PlacementPolicy = DEFAULT_POLICY) -> Lo
     costs = {
         each.name: by_name[each.name] + policy.rank_cost * each.use.ranks for each in fleet.replicas
     }
-    accepting = fleet.accepting_names
-    total, total_cost = (sum(of[name] for name in accepting) for of in (by_name, costs))
-    return Loads(by_name, int(total), costs, total_cost)
+    accepting = [fleet.replicas[i] for i in fleet.accepting]
+    total = sum(by_name[each.name] for each in accepting)
+    return Loads(by_name, total, costs, cost_of(accepting, costs, policy))
+
+
+def most_of(
+    replicas: Sequence[Replica], costs: Mapping[str, float], policy: PlacementPolicy
+) -> float:
+    """The cost, for a weight of 1, with which each of some replicas counts at most in their total.
+
+    Never less than the least of them has, so that somebody is within the bound. Of two it cannot be
+    said which one is out of the ordinary.
+    """
+    if len(replicas) < 3:
+        return inf
+    each = sorted([costs.get(replica.name, 0.0) / replica.weight for replica in replicas])
+    return max(MOST_OF_MEDIAN * each[(len(each) - 1) // 2], policy.light_sequences)
+
+
+def cost_of(
+    replicas: Sequence[Replica], costs: Mapping[str, float], policy: PlacementPolicy
+) -> float:
+    """What some replicas have together, no one counted with more than `most_of`."""
+    most = most_of(replicas, costs, policy)
+    return sum(min(costs.get(each.name, 0.0), most * each.weight) for each in replicas)
 
 
 @dataclass(slots=True)
@@ -69,7 +98,11 @@ class LoadLedger:
         self._accounts: dict[str, _Account] = {}
         self._estimates: dict[str, int] = {}
         self._ranks: dict[str, int] = {}
-        self._total_ranks = 0
+        self._counted = 0
+        """Sequences in the total cost, each with its rank."""
+        self._counted_ranks = 0
+        self._capped = 0.0
+        """The cost in it of what others have on replicas that do not count with all they have."""
         self._costs: dict[str, float] = {}
         self._accepting: frozenset[str] = frozenset()
         self.loads = Loads(self._estimates, costs=self._costs)
@@ -88,8 +121,7 @@ class LoadLedger:
                 del self._accounts[name]
         self._accepting = fleet.accepting_names
         self.loads.total = sum(self._estimates[name] for name in self._accepting)
-        self._total_ranks = sum(self._ranks[name] for name in self._accepting)
-        self._price_all()
+        self._price_all(fleet)
 
     def start(self, name: str, sequences: int, rank: int = 0) -> None:
         """Sequences are being sent to a replica; ``rank``: of their adapter, 0 where unknown."""
@@ -113,11 +145,26 @@ class LoadLedger:
         self._estimates[replica.name] = account.mine + account.others
         self._ranks[replica.name] = account.mine_ranks + account.others_ranks
 
-    def _price_all(self) -> None:
-        rank_cost = self.policy.rank_cost
+    def _price_all(self, fleet: Fleet) -> None:
+        rank_cost, costs = self.policy.rank_cost, self._costs
         for name, sequences in self._estimates.items():
-            self._costs[name] = sequences + rank_cost * self._ranks[name]
-        self.loads.total_cost = self.loads.total + rank_cost * self._total_ranks
+            costs[name] = sequences + rank_cost * self._ranks[name]
+        accepting = [fleet.replicas[i] for i in fleet.accepting]
+        most_of_all = most_of(accepting, costs, self.policy)
+        self._counted, self._counted_ranks, self._capped = 0, 0, 0.0
+        for replica in accepting:
+            name, most = replica.name, most_of_all * replica.weight
+            if costs[name] <= most:
+                self._counted += self._estimates[name]
+                self._counted_ranks += self._ranks[name]
+            else:
+                # What is one's own is so, whatever the others have.
+                account = self._accounts[name]
+                self._counted += account.mine
+                self._counted_ranks += account.mine_ranks
+                mine = account.mine + rank_cost * account.mine_ranks
+                self._capped += max(0.0, most - mine)
+        self.loads.total_cost = self._counted + rank_cost * self._counted_ranks + self._capped
 
     def add(self, name: str, sequences: int, ranks: int) -> None:
         """`start`, or `finish` with numbers below 0; ``ranks`` is the sum over the sequences."""
@@ -141,5 +188,6 @@ class LoadLedger:
         self._costs[name] = self._estimates[name] + rank_cost * self._ranks[name]
         if name in self._accepting:
             loads.total += sequences
-            self._total_ranks += ranks
-            loads.total_cost = loads.total + rank_cost * self._total_ranks
+            self._counted += sequences
+            self._counted_ranks += ranks
+            loads.total_cost = self._counted + rank_cost * self._counted_ranks + self._capped

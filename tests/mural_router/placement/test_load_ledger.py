@@ -10,8 +10,11 @@ from mural_router.placement import (
     Fleet,
     LoadLedger,
     PlacementPolicy,
+    PlacementRequest,
     Replica,
     Residency,
+    choose,
+    only_home,
     reported_loads,
 )
 
@@ -155,6 +158,62 @@ def test_without_a_router_the_reported_ranks_count() -> None:
     assert (loads.cost("a"), loads.total_cost) == (11, 11)
 
 
+HUGE = 1 << 50
+LIES = {
+    "sequences": Replica("d", running=HUGE, waiting=HUGE),
+    "ranks": Replica(
+        "d", running=1, adapters={"t:v1": Residency("slot", rank=HUGE, requests=HUGE)}
+    ),
+    "ranks on disk": Replica(
+        "d", adapters={f"t:v{i}": Residency("disk", rank=HUGE, requests=1) for i in range(9)}
+    ),
+    "all": Replica(
+        "d",
+        running=HUGE,
+        max_num_seqs=HUGE,
+        adapters={"t:v1": Residency("slot", rank=HUGE, requests=HUGE, pinned=True)},
+    ),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_one_that_lies_about_its_load_puts_nobody_else_within_the_bound(lie: str) -> None:
+    held = {"acme:v1": Residency("slot", rank=8)}
+    honest = tuple(Replica(name, running=20, slots=8, adapters=held) for name in "abc")
+    fleet = Fleet((*honest, LIES[lie]))
+    ledger = LoadLedger()
+    ledger.observe(fleet)
+    loads, before = ledger.loads, ledger.loads.total_cost
+    assert before == reported_loads(fleet).total_cost == 60 + 2 * 20
+    home = only_home("acme:v1", fleet)
+    assert home is not None
+    others = frozenset("abcd") - {home.name}
+    taken = 0
+    while home.takes_one_more(loads):
+        ledger.start(home.name, 1, 8)
+        taken += 1
+    # 1.25 times a quarter of what there is; without the lie 1.25 times a third of 60, or more.
+    assert 8 < taken < 30
+    choice = choose(PlacementRequest("acme:v1"), fleet, loads)
+    assert choice is not None
+    assert choice.replica.name in others
+    chosen_from = PlacementRequest("acme:v1", candidates=frozenset("abcd"))
+    assert choose(chosen_from, fleet, loads) == choice
+    ledger.finish(home.name, taken, 8)
+    assert loads.total_cost == before
+
+
+def test_what_a_router_has_itself_counts_though_others_have_far_less() -> None:
+    ledger = LoadLedger()
+    for number in (1, 2):
+        ledger.observe(Fleet(tuple(Replica(name, report=number) for name in "abc")))
+        ledger.start("a", 50)
+    assert ledger.loads.total_cost == 100
+    ledger.observe(Fleet(tuple(Replica(name, report=3, running=110) for name in "abc")))
+    ledger.finish("a", 100)
+    assert ledger.loads.total_cost == 230
+
+
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.sampled_from("abc"), st.integers(1, 5)),
@@ -171,7 +230,8 @@ STEPS = st.lists(
 def test_the_total_is_always_the_sum_and_nothing_stays_behind(
     steps: list[tuple[str, str, int]], rank: int
 ) -> None:
-    ledger = LoadLedger(PlacementPolicy(rank_cost=1.0))
+    # Nobody has as much as would not count.
+    ledger = LoadLedger(PlacementPolicy(rank_cost=1.0, light_sequences=1 << 30))
     replicas: dict[str, Replica] = {}
     mine: dict[str, list[tuple[int, int]]] = {name: [] for name in "abc"}
     for number, (what, name, count) in enumerate(steps):
