@@ -6,6 +6,7 @@ rest at the next start.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
 import os
@@ -345,6 +346,15 @@ def _unbounded(settings: object) -> str | None:
 
 
 def _converted(raw: Mapping[str, object]) -> RouterSettings:
+    for field in msgspec.structs.fields(RouterSettings):
+        given = raw.get(field.name)
+        if dataclasses.is_dataclass(field.type) and isinstance(given, Mapping):
+            # Of these msgspec would pass over a name that it does not know.
+            known = {each.name for each in dataclasses.fields(field.type)}
+            for name in sorted(str(name) for name in given.keys() - known):
+                raise InvalidInput(
+                    f"settings: {field.name}: Object contains unknown field {redacted(name)}."
+                )
     try:
         return msgspec.convert(dict(raw), RouterSettings, strict=False)
     except msgspec.ValidationError as error:
