@@ -10,7 +10,7 @@ from mural_resolvers.backoff import Backoff
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follower import Follower, Listener, TlsContext
 from mural_router.fleet.report import Report, exact_name, residency
-from mural_router.placement import Residency, base_names
+from mural_router.placement import CountedAdapters, Residency, UseCount, base_names
 from mural_server.protocol import (
     AdapterStatus,
     ControlClient,
@@ -48,6 +48,8 @@ class StateReader:
         self._accepting = False
         self._ready = False
         self._adapters: dict[str, Residency] = {}
+        self._use = UseCount()
+        """Of `_adapters`."""
         self._dropped = 0
 
     @property
@@ -82,7 +84,7 @@ class StateReader:
     async def _begin(self, event: Snapshot) -> Report:
         self._boot_id, self._seq = event.boot_id[:64], event.seq
         self._accepting, self._ready = event.accepting, event.ready
-        self._adapters, self._dropped = {}, 0
+        self._adapters, self._use, self._dropped = {}, UseCount(), 0
         await self._add(tuple(event.adapters.values()))
         return Report(
             ready=self._accepting and self._ready,
@@ -99,7 +101,7 @@ class StateReader:
             waiting=count(event.load.waiting) + count(event.load.paused),
             kv_usage=ratio(event.load.kv_usage),
             tokens_per_s=rate(event.load.tokens_per_s),
-            adapters=dict(self._adapters),
+            adapters=CountedAdapters(self._adapters, self._use.use),
             dropped=self._dropped,
         )
 
@@ -111,11 +113,12 @@ class StateReader:
         if event.changed or event.removed:
             for name in event.removed:
                 exact = exact_name(name)
-                if exact is not None:
-                    self._adapters.pop(exact, None)
+                gone = None if exact is None else self._adapters.pop(exact, None)
+                if gone is not None:
+                    self._use.add(gone, -1)
             await self._add(event.changed)
             # What was given out does not change any more.
-            adapters = dict(self._adapters)
+            adapters = CountedAdapters(self._adapters, self._use.use)
         load = event.load
         return Report(
             ready=self._accepting and self._ready,
@@ -145,7 +148,11 @@ class StateReader:
             if name is None or (full and name not in self._adapters):
                 self._dropped += 1
             else:
-                self._adapters[name] = residency(status)
+                old = self._adapters.get(name)
+                if old is not None:
+                    self._use.add(old, -1)
+                self._adapters[name] = new = residency(status)
+                self._use.add(new)
 
 
 class MuralFollower(Follower):

@@ -7,12 +7,14 @@ from mural_router.placement.base import Base, agreed_base, base_names
 from mural_router.placement.choose import Choice, OnlyHome, Reason, choose, homes_of, only_home
 from mural_router.placement.explain import Explanation, explain
 from mural_router.placement.fleet import (
+    CountedAdapters,
     Fleet,
     PlacementRequest,
     Replica,
     Residency,
     Resident,
     Use,
+    UseCount,
 )
 from mural_router.placement.ledger import LoadLedger, Loads, reported_loads
 from mural_router.placement.order import order
@@ -23,6 +25,7 @@ __all__ = [
     "DEFAULT_POLICY",
     "Base",
     "Choice",
+    "CountedAdapters",
     "Explanation",
     "Fleet",
     "LoadLedger",
@@ -35,6 +38,7 @@ __all__ = [
     "Residency",
     "Resident",
     "Use",
+    "UseCount",
     "agreed_base",
     "base_names",
     "choose",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from mural_router.placement.policy import PlacementPolicy
 
 __all__ = [
     "AdapterFacts",
+    "CountedAdapters",
     "Fleet",
     "Homes",
     "Level",
@@ -22,11 +23,14 @@ __all__ = [
     "Residency",
     "Resident",
     "Use",
+    "UseCount",
 ]
 
 PLACES_LOOKED_ON = 8
 WANTED_TOKENS_PER_S = 1 / 60
 """From this load on an adapter is wanted where it is: a token in the window of a minute."""
+MOST_WORK = 2.0
+"""Of one replica, in its own worth."""
 FACTS_KEPT = 20_000
 """Adapters per fleet; names that nobody holds are remembered too."""
 
@@ -126,21 +130,53 @@ class Replica:
     """What `adapters` say together."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "use", _use_of(self.adapters.values()))
+        object.__setattr__(self, "use", _use_of(self.adapters))
 
 
-def _use_of(adapters: Iterable[Resident]) -> Use:
-    ranks = pinned_bytes = wanted = wanted_bytes = 0
-    for each in adapters:
-        ranks += each.requests * each.rank
+class UseCount:
+    """A `Use` that is kept up as adapters come, change and go: to count thousands anew with each
+    report of one replica would hold all requests up."""
+
+    def __init__(self) -> None:
+        self._ranks = self._pinned_bytes = self._wanted = self._wanted_bytes = 0
+
+    @property
+    def use(self) -> Use:
+        """As it is now."""
+        return Use(self._ranks, self._pinned_bytes, self._wanted, self._wanted_bytes)
+
+    def add(self, each: Resident, sign: int = 1) -> None:
+        """Count an adapter in; with a ``sign`` of -1 out again, as it was."""
+        self._ranks += sign * each.requests * each.rank
         if each.level == "disk" and not each.loading:
-            continue
+            return
         if each.pinned or each.requests > 0 or each.load >= WANTED_TOKENS_PER_S:
-            wanted += 1
-            wanted_bytes += each.bytes
+            self._wanted += sign
+            self._wanted_bytes += sign * each.bytes
             if each.pinned:
-                pinned_bytes += each.bytes
-    return Use(ranks, pinned_bytes, wanted, wanted_bytes)
+                self._pinned_bytes += sign * each.bytes
+
+
+_AnyResident = TypeVar("_AnyResident", bound=Resident)
+
+
+class CountedAdapters(dict[str, _AnyResident], Generic[_AnyResident]):
+    """Adapters by exact name whose use is known; nothing in it changes any more."""
+
+    __slots__ = ("use",)
+
+    def __init__(self, adapters: Mapping[str, _AnyResident], use: Use) -> None:
+        super().__init__(adapters)
+        self.use = use
+
+
+def _use_of(adapters: Mapping[str, Resident]) -> Use:
+    if isinstance(adapters, CountedAdapters):
+        return adapters.use
+    count = UseCount()
+    for each in adapters.values():
+        count.add(each)
+    return count.use
 
 
 class AdapterFacts(NamedTuple):
@@ -225,8 +261,15 @@ class Fleet:
 
     @cached_property
     def work(self) -> float:
-        """Of `measured`, in replicas' worth: 2.0 is what fills two; more than all: it queues."""
-        return sum((each.running + each.waiting) / each.max_num_seqs for each in self.measured)
+        """Of `measured`, in replicas' worth: 2.0 is what fills two; more than all: it queues.
+
+        What waits at a replica counts up to what it computes: one that lies spreads no adapter of
+        the others over them all.
+        """
+        return sum(
+            min((each.running + each.waiting) / each.max_num_seqs, MOST_WORK)
+            for each in self.measured
+        )
 
     @cached_property
     def mean_host_bytes(self) -> float:

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follow import StateReader
 from mural_router.fleet.report import Report, exact_name
-from mural_router.placement import Base, agreed_base, base_names
+from mural_router.placement import Base, Replica, UseCount, agreed_base, base_names
 from mural_server.protocol import (
     AdapterStatus,
     Delta,
@@ -25,6 +25,7 @@ from mural_server.protocol import (
 )
 from mural_server.protocol import Base as WireBase
 from mural_server.protocol.caution import BURST, MAX_COUNT, EventBudget
+from tests.mural_router.fleet.conftest import snapshot_of
 
 HUGE = 10**40
 
@@ -136,6 +137,48 @@ async def test_following_gives_the_state_that_the_protocol_defines(make_snapshot
     assert report.waiting == state.load.waiting + state.load.paused
     assert set(report.adapters) == {exact_name(name) for name in state.adapters}
     assert reader.since == state.seq
+
+
+STATUSES = st.builds(
+    lambda name, level, loading, pinned, requests, load: status(
+        name, level=level, loading=loading, pinned=pinned, requests=requests, load=load, rank=8
+    ),
+    st.sampled_from(["acme:v1", "globex:v1", "sql", "a:b:c"]),
+    st.sampled_from(["disk", "host", "slot"]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0, 2, HUGE]),
+    st.sampled_from([0.0, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(STATUSES, max_size=3), st.lists(st.sampled_from(["acme:v1", "sql", "a:b:c"]))
+        ),
+        max_size=8,
+    )
+)
+def test_what_adapters_take_together_is_kept_up_and_never_counted_anew(changes):
+    async def follow() -> None:
+        reader = StateReader()
+        begin = snapshot_of("boot")
+        for turn in range(2):  # A second snapshot begins anew.
+            await reader.take(begin)
+            for seq, (changed, removed) in enumerate(changes, 1):
+                delta = Delta(
+                    boot_id="boot", seq=seq, changed=tuple(changed), removed=tuple(removed)
+                )
+                report = await reader.take(delta)
+                assert report is not None
+                counted = Replica("a", adapters=dict(report.adapters)).use
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(UseCount, "add", None)
+                    assert Replica("a", adapters=report.adapters).use == counted, turn
+
+    asyncio.run(follow())
 
 
 @pytest.mark.parametrize(

@@ -126,3 +126,10 @@ def test_more_work_never_means_fewer_homes(low: float, more: float, held: int) -
 def test_the_marks_are_the_policy_s() -> None:
     view = fleet(0.64, held=[0])
     assert replicas_for(ADAPTER, view, policy=PlacementPolicy(fill=0.6, empty=0.3)) == 2
+
+
+def test_one_that_lies_about_its_work_spreads_no_adapter_of_the_others() -> None:
+    honest = fleet(1.0, part=0.2, held=[0])
+    liar = Replica("zz", slots=8, running=1 << 50, waiting=1 << 50, max_num_seqs=1)
+    assert replicas_for(ADAPTER, honest) == 1
+    assert replicas_for(ADAPTER, Fleet((*honest.replicas, liar))) == 1
