@@ -231,8 +231,11 @@ class ProcessEngine(ConnectedClient):
 
 
 def _end_with_parent() -> None:
+    stdin = sys.stdin.fileno()
+
     def wait() -> None:
-        sys.stdin.buffer.read()
+        # Not by way of sys.stdin: the interpreter cannot shut down while a thread holds its lock.
+        os.read(stdin, 1)
         os._exit(0)
 
     threading.Thread(target=wait, name="parent-watch", daemon=True).start()

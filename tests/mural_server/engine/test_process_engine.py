@@ -6,6 +6,8 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -250,6 +252,32 @@ async def test_the_cores_sentence_at_the_start_comes_over_the_border(
 async def test_a_model_that_is_not_there_is_refused_at_the_start() -> None:
     with pytest.raises(SettingsError, match="/nowhere/at/all"):
         await start_engine(settings_of(Path("/nowhere/at/all")))
+
+
+def watching_core(then: str) -> subprocess.Popen[bytes]:
+    """A child that watches for its parent's end as a core does, and then does ``then``."""
+    program = (
+        "import time; from mural_server.engine.process import _end_with_parent; "
+        f"_end_with_parent(); {then}"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_a_core_that_ends_by_itself_is_not_disturbed_by_its_watch_of_the_parent() -> None:
+    # Long enough for the watch to have begun to read.
+    with watching_core("time.sleep(0.3); raise SystemExit(7)") as child:
+        assert child.wait(BOUND_S) == 7
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+
+
+def test_a_core_ends_when_its_parent_is_gone() -> None:
+    with watching_core(f"time.sleep({2 * BOUND_S})") as child:
+        assert child.stdin is not None
+        child.stdin.close()
+        assert child.wait(BOUND_S) == 0
 
 
 async def test_pipes_that_cannot_be_made_are_refused_with_what_to_change(
