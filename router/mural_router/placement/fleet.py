@@ -28,7 +28,8 @@ __all__ = [
 
 PLACES_LOOKED_ON = 8
 WANTED_TOKENS_PER_S = 1 / 60
-"""From this load on an adapter is wanted where it is: a token in the window of a minute."""
+"""From this load on an adapter is wanted where it is: a token a minute. The window of a minute
+forgets by and by, so this is some minutes after its last request."""
 MOST_WORK = 2.0
 """Of one replica, in its own worth."""
 FACTS_KEPT = 20_000
@@ -135,10 +136,16 @@ class Replica:
 
 class UseCount:
     """A `Use` that is kept up as adapters come, change and go: to count thousands anew with each
-    report of one replica would hold all requests up."""
+    report of one replica would hold all requests up.
+
+    Names of one content share its place in memory and its sequences: what several of them say
+    alike counts once.
+    """
 
     def __init__(self) -> None:
         self._ranks = self._pinned_bytes = self._wanted = self._wanted_bytes = 0
+        self._names: dict[tuple[str, int, int, bool, bool], int] = {}
+        """How many say the same of one content: its digest, ranks, bytes, wanted, pinned."""
 
     @property
     def use(self) -> Use:
@@ -147,10 +154,19 @@ class UseCount:
 
     def add(self, each: Resident, sign: int = 1) -> None:
         """Count an adapter in; with a ``sign`` of -1 out again, as it was."""
-        self._ranks += sign * each.requests * each.rank
-        if each.level == "disk" and not each.loading:
-            return
-        if each.pinned or each.requests > 0 or each.load >= WANTED_TOKENS_PER_S:
+        ranks = each.requests * each.rank
+        wanted = (each.level != "disk" or each.loading) and (
+            each.pinned or each.requests > 0 or each.load >= WANTED_TOKENS_PER_S
+        )
+        if each.digest:
+            key = (each.digest, ranks, each.bytes, wanted, each.pinned)
+            before = self._names.pop(key, 0)
+            if (names := before + sign) > 0:
+                self._names[key] = names
+            if before and names:
+                return
+        self._ranks += sign * ranks
+        if wanted:
             self._wanted += sign
             self._wanted_bytes += sign * each.bytes
             if each.pinned:
@@ -318,7 +334,8 @@ class Fleet:
         return facts
 
     def _gather(self, adapter: str) -> AdapterFacts:
-        load, rank, bytes_, absent = 0.0, 0, 0, 0
+        load, rank, absent = 0.0, 0, 0
+        in_memory = on_disk = 0
         told = self._told
         for i in self.members.order(adapter):
             adapters = told[i]
@@ -337,9 +354,14 @@ class Fleet:
             # lies keeps no adapter from the others.
             if not 0 < replica.max_lora_rank < residency.rank:
                 rank = min(rank or residency.rank, residency.rank or rank)
-            if not 0 < replica.host_bytes < residency.bytes:
-                bytes_ = min(bytes_ or residency.bytes, residency.bytes or bytes_)
-        return AdapterFacts(load, rank, bytes_)
+            bytes_ = residency.bytes
+            if not 0 < replica.host_bytes < bytes_:
+                if residency.level == "disk":
+                    on_disk = min(on_disk or bytes_, bytes_ or on_disk)
+                else:
+                    in_memory = min(in_memory or bytes_, bytes_ or in_memory)
+        # Those that have it in memory know what it takes there.
+        return AdapterFacts(load, rank, in_memory or on_disk)
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

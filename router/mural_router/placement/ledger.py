@@ -43,7 +43,8 @@ def reported_loads(fleet: Fleet, policy: PlacementPolicy = DEFAULT_POLICY) -> Lo
     """What the replicas say, for one who sends them nothing: the operator, or a test."""
     by_name = {each.name: each.running + each.waiting for each in fleet.replicas}
     costs = {
-        each.name: by_name[each.name] + policy.rank_cost * each.use.ranks for each in fleet.replicas
+        each.name: by_name[each.name] and by_name[each.name] + policy.rank_cost * each.use.ranks
+        for each in fleet.replicas
     }
     accepting = [fleet.replicas[i] for i in fleet.accepting]
     total = sum(by_name[each.name] for each in accepting)
@@ -141,7 +142,9 @@ class LoadLedger:
         if account.report != replica.report:
             account.report = replica.report
             account.others = max(0, replica.running + replica.waiting - account.mine)
-            account.others_ranks = max(0, replica.use.ranks - account.mine_ranks)
+            # Without others there are no ranks of theirs: one of mine was unknown when it began.
+            others_ranks = max(0, replica.use.ranks - account.mine_ranks)
+            account.others_ranks = others_ranks if account.others else 0
         self._estimates[replica.name] = account.mine + account.others
         self._ranks[replica.name] = account.mine_ranks + account.others_ranks
 

@@ -14,6 +14,8 @@ from mural_router.placement import (
     PlacementRequest,
     Replica,
     Residency,
+    Use,
+    UseCount,
     choose,
     explain,
     only_home,
@@ -664,6 +666,39 @@ def test_what_is_remembered_of_homes_is_of_one_policy_and_one_number_of_replicas
 
 
 PINNED = {ADAPTER: Residency("host", pinned=True, rank=16, bytes=1 << 20)}
+
+
+def test_names_of_one_content_count_once() -> None:
+    one = Residency("slot", digest="d" * 64, pinned=True, rank=8, bytes=100, requests=2)
+    names = {f"acme:v{i}": one for i in range(5)}
+    assert replace(CAN, adapters=names).use == Use(16, 100, 1, 100)
+    other = replace(one, digest="e" * 64)
+    assert replace(CAN, adapters=names | {"globex:v1": other}).use == Use(32, 200, 2, 200)
+    # Whose content is unknown is somebody else's.
+    unknown = replace(one, digest="")
+    both = {"acme:v1": unknown, "acme:v2": unknown}
+    assert replace(CAN, adapters=both).use == Use(32, 200, 2, 200)
+    count = UseCount()
+    for each in (one, one, other):
+        count.add(each)
+    for each in (one, other, one):
+        assert count.use != Use()
+        count.add(each, -1)
+    assert count.use == Use()
+
+
+def test_who_has_an_adapter_in_memory_knows_what_it_takes_there() -> None:
+    disk, memory = Residency("disk", bytes=7), Residency("host", bytes=14)
+    for held in ((disk, memory), (memory, disk)):
+        view = fleet(
+            **{
+                place: replace(CAN, adapters={ADAPTER: each})
+                for place, each in zip(("first", "second"), held, strict=True)
+            }
+        )
+        assert view.facts(ADAPTER).bytes == 14
+    view = fleet(first=replace(CAN, adapters={ADAPTER: disk}))
+    assert view.facts(ADAPTER).bytes == 7
 
 
 @dataclass(frozen=True)

@@ -131,6 +131,15 @@ def test_ranks_are_counted_as_sequences_are_each_once() -> None:
     assert (ledger.loads.cost("a"), ledger.loads.of("a")) == (1.5, 1)
 
 
+def test_a_rank_that_was_unknown_when_its_request_began_leaves_no_cost_behind() -> None:
+    ledger = LoadLedger(PlacementPolicy(rank_cost=1.0))
+    ledger.observe(one(1))
+    ledger.start("a", 1, 0)
+    ledger.observe(one(2, running=1, ranks=(64,)))
+    ledger.finish("a", 1, 0)
+    assert (ledger.loads.of("a"), ledger.loads.cost("a"), ledger.loads.total_cost) == (0, 0, 0)
+
+
 def test_costs_go_by_the_policy_of_the_moment() -> None:
     ledger = LoadLedger(PlacementPolicy(rank_cost=0.0))
     ledger.observe(one(1, running=1, ranks=(32,)))
@@ -165,7 +174,9 @@ LIES = {
         "d", running=1, adapters={"t:v1": Residency("slot", rank=HUGE, requests=HUGE)}
     ),
     "ranks on disk": Replica(
-        "d", adapters={f"t:v{i}": Residency("disk", rank=HUGE, requests=1) for i in range(9)}
+        "d",
+        running=1,
+        adapters={f"t:v{i}": Residency("disk", rank=HUGE, requests=1) for i in range(9)},
     ),
     "all": Replica(
         "d",
