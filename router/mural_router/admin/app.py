@@ -18,7 +18,7 @@ from mural_resolvers.tenants import ADMIN, Principal
 from mural_router.admin.collectors import RouterCollector
 from mural_router.fleet.member import MemberView
 from mural_router.fleet.report import Report
-from mural_router.placement import PlacementRequest
+from mural_router.placement import PlacementRequest, Residency
 from mural_router.routing.target import find_target
 from mural_router.running import Router
 
@@ -101,20 +101,30 @@ def _replica(router: Router, member: MemberView, breaker: str) -> dict[str, obje
         "restarts": member.restarts,
         "breaker": breaker,
         "in_flight": router.dispatch.ledger.in_flight(name),
-        "estimated_load": loads.of(name),
-        "estimated_cost": loads.cost(name),
+        "sequences": loads.of(name),
+        "cost": round(loads.cost(name), 3),
         "running": replica.running,
         "waiting": replica.waiting,
-        "kv_usage": replica.kv_usage,
-        "tokens_per_s": replica.tokens_per_s,
+        "kv_usage": round(replica.kv_usage, 3),
+        "tokens_per_s": round(replica.tokens_per_s, 3),
         "slots": replica.slots,
+        "max_cpu_loras": replica.max_cpu_loras or None,
+        "max_lora_rank": replica.max_lora_rank or None,
+        "max_num_seqs": replica.max_num_seqs or None,
         "adapters_wanted": replica.use.wanted,
         "adapters_wanted_bytes": replica.use.wanted_bytes,
         "adapters_pinned_bytes": replica.use.pinned_bytes,
-        "host_bytes": replica.host_bytes,
-        "adapters": {at: dataclasses.asdict(report.adapters[at]) for at in adapters[:MAX_ADAPTERS]},
+        "host_bytes": replica.host_bytes or None,
+        "adapters": {at: _resident(report.adapters[at]) for at in adapters[:MAX_ADAPTERS]},
         "adapters_known": len(adapters),
     }
+
+
+def _resident(residency: Residency) -> dict[str, object]:
+    fields = dataclasses.asdict(residency)
+    # What placement calls its load would read as the replica's here.
+    fields["tokens_per_s"] = round(fields.pop("load"), 3)
+    return fields
 
 
 async def _placement(router: Router, model: str, session: str | None) -> dict[str, object]:
