@@ -55,6 +55,8 @@ class AdapterCatalog:
             names,
             self._residency,
             adapters_on=client.info.max_loras > 0,
+            dtype=client.info.dtype,
+            limits=limits,
             clock=clock,
         )
         self.admin = AdminActions(

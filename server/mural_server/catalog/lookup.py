@@ -18,6 +18,7 @@ from mural_resolvers.errors import (
     UnusableAdapter,
     quoted,
 )
+from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.names import AdapterName, parse_name, validate_admin_name
 from mural_resolvers.registry import LoRAResolverRegistry
 from mural_resolvers.request import LoRAIdAllocator, LoRARequest
@@ -25,6 +26,7 @@ from mural_resolvers.resolver import ResolvedAdapter
 from mural_resolvers.tenants import Principal, authorize
 from mural_server.catalog.names import MAX_RESOLVED_NAMES, Asker, Entry, KnownNames
 from mural_server.catalog.residency import Residency, log_refusal
+from mural_server.lora.host_size import host_bytes_of_files
 
 __all__ = ["LookUp"]
 
@@ -46,6 +48,8 @@ class LookUp:
         residency: Residency,
         *,
         adapters_on: bool,
+        dtype: str,
+        limits: AdapterLimits,
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
@@ -53,6 +57,8 @@ class LookUp:
         self._names = names
         self._residency = residency
         self._adapters_on = adapters_on
+        self._dtype = dtype
+        self._limits = limits
         self._clock = clock
         self._rechecks: dict[tuple[str, Asker], asyncio.Task[None]] = {}
         self._aliases: OrderedDict[tuple[str, Asker], tuple[float, Entry]] = OrderedDict()
@@ -159,7 +165,8 @@ class LookUp:
             adapter = await self._residency.leases.making_room(
                 lambda: self._registry.resolve(principal, name)
             )
-            entry = self._remember(adapter, asker)
+            host_bytes = await self._host_bytes(adapter)
+            entry = self._remember(adapter, host_bytes, asker)
         except Unavailable as error:
             # A source that is down takes nothing away from what is known already.
             if known is not None:
@@ -186,7 +193,14 @@ class LookUp:
             self._note_alias(name, asker, entry, adapter.alias_ttl_s)
         return entry
 
-    def _remember(self, adapter: ResolvedAdapter, asker: Asker) -> Entry:
+    async def _host_bytes(self, adapter: ResolvedAdapter) -> int | None:
+        """What new content will take in host memory, as far as its files tell."""
+        old = self._names.resolved.get(adapter.name.short)
+        if old is not None and old.lora.digest == adapter.manifest.digest:
+            return old.host_bytes
+        return await asyncio.to_thread(host_bytes_of_files, adapter.path, self._dtype, self._limits)
+
+    def _remember(self, adapter: ResolvedAdapter, host_bytes: int | None, asker: Asker) -> Entry:
         short, digest = adapter.name.short, adapter.manifest.digest
         old = self._names.resolved.get(short)
         if old is not None and old.lora.digest == digest:
@@ -209,6 +223,7 @@ class LookUp:
             cached=adapter.cached,
             checked={asker: self._clock()},
             sources={adapter.source},
+            host_bytes=host_bytes,
         )
         self._names.resolved[short] = entry
         self._bound_names()

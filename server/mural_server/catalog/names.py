@@ -91,6 +91,8 @@ class Entry(msgspec.Struct, kw_only=True):
     """When the sources last gave this to whom: a source may refuse one and not another."""
     sources: set[str] = set()
     """Those that have it, as far as is known."""
+    host_bytes: int | None = None
+    """What its weights take in host memory; None where that is not known before they are there."""
 
     def served(self) -> ServedModel:
         """What a request is told."""
@@ -104,13 +106,18 @@ class Entry(msgspec.Struct, kw_only=True):
         )
 
     def view(self, info: AdapterInfo | None, *, loading: bool) -> AdapterView:
-        """As lists show it; ``info`` is None where its weights are not resident."""
+        """As lists show it; ``info`` is None where its weights are not resident.
+
+        Its bytes are those of host memory at every level, since routers place by them; those of
+        its files only where no more is known.
+        """
+        on_disk = self.manifest.num_bytes if self.host_bytes is None else self.host_bytes
         return AdapterView(
             name=self.name,
             digest=self.lora.digest,
             path=self.lora.lora_path,
             rank=self.manifest.facts.rank,
-            bytes=self.manifest.num_bytes if info is None else info.bytes,
+            bytes=on_disk if info is None else info.bytes,
             state="disk" if info is None else info.level,
             loading=loading,
             pinned=info is not None and info.pinned,

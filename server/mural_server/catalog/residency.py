@@ -207,6 +207,14 @@ class Residency:
     async def _load(
         self, principal: Principal, entry: Entry, level: AdapterLevel, pinned: bool
     ) -> AdapterInfo:
+        info = await self._load_files(principal, entry, level, pinned)
+        # Still told when the weights have left the memory again.
+        entry.host_bytes = info.bytes
+        return info
+
+    async def _load_files(
+        self, principal: Principal, entry: Entry, level: AdapterLevel, pinned: bool
+    ) -> AdapterInfo:
         if entry.parsed is None:
             return await self._client.add_lora(entry.lora, level=level, pinned=pinned)
         try:

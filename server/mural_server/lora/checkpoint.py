@@ -41,6 +41,7 @@ from mural_resolvers.peft import (
     check_adapter,
     read_safetensors_header,
 )
+from mural_server.lora.host_size import ITEM_BYTES, aligned
 from mural_server.lora.targets import admits
 
 __all__ = [
@@ -66,8 +67,6 @@ LoadPhase = Literal["read", "judge", "convert"]
 BaseDigest = Callable[[str], str | None]
 """`tensor_digest` of a module's raw weight as served, or None if the base keeps none."""
 
-_ALIGNMENT = 64
-_ITEM_BYTES: dict[WeightDType, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 _BF16_EXPONENT = np.uint16(0x7F80)
 
 
@@ -284,13 +283,13 @@ def _check_targets(plan: AdapterPlan, options: LoadOptions) -> None:
 
 
 def _lay_out(plan: AdapterPlan, digest: str, options: LoadOptions) -> CheckpointHeader:
-    item = _ITEM_BYTES[options.dtype]
+    item = ITEM_BYTES[options.dtype]
     places = []
     end = 0
     for module in plan.modules:
         offset_a = end
-        offset_b = _aligned(offset_a + module.rank * module.in_features * item)
-        end = _aligned(offset_b + module.rank * module.out_features * item)
+        offset_b = aligned(offset_a + module.rank * module.in_features * item)
+        end = aligned(offset_b + module.rank * module.out_features * item)
         places.append(
             ModuleHeader(
                 module.module,
@@ -308,10 +307,6 @@ def _lay_out(plan: AdapterPlan, digest: str, options: LoadOptions) -> Checkpoint
             f"{options.max_payload_bytes} in all."
         )
     return CheckpointHeader(digest, options.dtype, end, tuple(places))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // _ALIGNMENT) * _ALIGNMENT
 
 
 def _check_base_copies(

@@ -522,3 +522,17 @@ async def test_an_alias_is_asked_for_again_as_often_as_its_source_wants(
     await registry.close()
     await source.inner.close()
     catalog.check_integrity()
+
+
+async def test_an_adapter_that_left_the_memory_is_told_by_what_it_took_there(catalog, engine):
+    def told() -> tuple[str, int]:
+        [view] = catalog.view()
+        return view.state, view.bytes
+
+    await catalog.find(ACME, "acme:v1")
+    # Two halves of rank 4 on a width of 8, in the server's float32.
+    assert told() == ("disk", 2 * 4 * 8 * 4)
+    served = await lora_of(catalog, "acme:v1")
+    assert told() == ("host", 100)
+    del engine.resident[served.lora_int_id]
+    assert told() == ("disk", 100)

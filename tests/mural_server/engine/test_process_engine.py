@@ -16,8 +16,11 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
+from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.errors import AdapterNotFound, InvalidInput, Unavailable, UnusableAdapter
-from mural_resolvers.request import LoRARequest
+from mural_resolvers.registry import LoRAResolverRegistry
+from mural_resolvers.request import LoRAIdAllocator, LoRARequest
+from mural_server.catalog import OPERATOR, AdapterCatalog
 from mural_server.engine.build import build_core
 from mural_server.engine.client import EngineDead
 from mural_server.engine.core import HEARTBEAT_S
@@ -94,6 +97,30 @@ async def test_adapters_are_loaded_used_and_freed_over_the_border(
     with pytest.raises(AdapterNotFound):
         await shared_engine.pin_lora(1, pinned=True)
     await shared_engine.check_integrity()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_adapter_on_disk_is_told_by_what_it_will_take_in_host_memory(
+    shared_engine: ProcessEngine, peft_oracle: Callable[[str], object], tmp_path: Path
+) -> None:
+    folder = tmp_path / "acme/default/v1"
+    shutil.copytree(peft_oracle("llama").folder("all"), folder)
+    weights = folder / "adapter_model.safetensors"
+    halved = {key: tensor.half() for key, tensor in load_file(weights).items()}
+    save_file(halved, weights)
+    ids = LoRAIdAllocator()
+    registry = LoRAResolverRegistry(
+        [DirectoryResolver(tmp_path)], shared_engine.info.base_spec, ids
+    )
+    catalog = AdapterCatalog(shared_engine, registry, ids, served=("tiny",), adapter_wait_s=BOUND_S)
+    found = await catalog.find(OPERATOR, "acme:v1")
+    [on_disk] = catalog.view()
+    assert found.lora is not None
+    taken = await shared_engine.add_lora(found.lora)
+    await shared_engine.remove_lora(found.lora.lora_int_id)
+    assert (on_disk.state, on_disk.bytes) == ("disk", taken.bytes)
+    await catalog.close()
+    await registry.close()
 
 
 @pytest.mark.asyncio(loop_scope="module")
