@@ -23,12 +23,10 @@ class Loads:
 
     by_name: Mapping[str, int] = field(default_factory=dict)
     """Sequences."""
-    total: int = 0
-    """Over the fleet's accepting replicas."""
     costs: Mapping[str, float] = field(default_factory=dict)
     """What they cost, in sequences of the base."""
     total_cost: float = 0.0
-    """Over the accepting replicas, each for no more than `most_of` them says."""
+    """Over the fleet's accepting replicas, each for no more than `most_of` them says."""
 
     def of(self, name: str) -> int:
         """Sequences on one replica; 0 where nothing is known."""
@@ -37,18 +35,6 @@ class Loads:
     def cost(self, name: str) -> float:
         """Their cost."""
         return self.costs.get(name, 0.0)
-
-
-def reported_loads(fleet: Fleet, policy: PlacementPolicy = DEFAULT_POLICY) -> Loads:
-    """What the replicas say, for one who sends them nothing: the operator, or a test."""
-    by_name = {each.name: each.running + each.waiting for each in fleet.replicas}
-    costs = {
-        each.name: by_name[each.name] and by_name[each.name] + policy.rank_cost * each.use.ranks
-        for each in fleet.replicas
-    }
-    accepting = [fleet.replicas[i] for i in fleet.accepting]
-    total = sum(by_name[each.name] for each in accepting)
-    return Loads(by_name, total, costs, cost_of(accepting, costs, policy))
 
 
 def most_of(
@@ -121,7 +107,6 @@ class LoadLedger:
             if self._accounts[name].mine == 0:
                 del self._accounts[name]
         self._accepting = fleet.accepting_names
-        self.loads.total = sum(self._estimates[name] for name in self._accepting)
         self._price_all(fleet)
 
     def start(self, name: str, sequences: int, rank: int = 0) -> None:
@@ -167,7 +152,11 @@ class LoadLedger:
                 self._counted_ranks += account.mine_ranks
                 mine = account.mine + rank_cost * account.mine_ranks
                 self._capped += max(0.0, most - mine)
-        self.loads.total_cost = self._counted + rank_cost * self._counted_ranks + self._capped
+        self._add_up()
+
+    def _add_up(self) -> None:
+        ranks = self.policy.rank_cost * self._counted_ranks
+        self.loads.total_cost = self._counted + ranks + self._capped
 
     def add(self, name: str, sequences: int, ranks: int) -> None:
         """`start`, or `finish` with numbers below 0; ``ranks`` is the sum over the sequences."""
@@ -187,10 +176,16 @@ class LoadLedger:
         self._estimates[name] += sequences
         self._ranks[name] += ranks
         # From whole numbers each time: sums of costs would drift.
-        rank_cost, loads = self.policy.rank_cost, self.loads
+        rank_cost = self.policy.rank_cost
         self._costs[name] = self._estimates[name] + rank_cost * self._ranks[name]
         if name in self._accepting:
-            loads.total += sequences
             self._counted += sequences
             self._counted_ranks += ranks
-            loads.total_cost = self._counted + rank_cost * self._counted_ranks + self._capped
+            self._add_up()
+
+
+def reported_loads(fleet: Fleet, policy: PlacementPolicy = DEFAULT_POLICY) -> Loads:
+    """What the replicas say, for one who sends them nothing: the operator, or a test."""
+    ledger = LoadLedger(policy)
+    ledger.observe(fleet)
+    return ledger.loads

@@ -608,7 +608,7 @@ def test_a_request_s_own_rank_counts_in_the_bound() -> None:
 
 def test_an_idle_fleet_does_not_spread_an_adapter_over_it() -> None:
     view = fleet(first=busy(7, adapters=HELD))
-    loads = Loads({FIRST: 7}, 7, {FIRST: 7.0}, 7.0)
+    loads = Loads({FIRST: 7}, {FIRST: 7.0}, 7.0)
     choice = choose(PlacementRequest(ADAPTER), view, loads, policy=PlacementPolicy(light=0.25))
     assert choice is not None
     assert choice.replica.name == FIRST

@@ -120,7 +120,7 @@ def test_it_shows_what_the_router_believes_of_the_adapter() -> None:
 def test_it_shows_the_memory_and_the_load_that_a_choice_goes_by() -> None:
     held = {**others(2, 1_000_000), "acme:v1": Residency("host", bytes=5, pinned=True)}
     fleet = Fleet((replace(CAN, max_cpu_loras=4, adapters=held),))
-    loads = Loads({"a": 3}, 3, {"a": 3.12345}, 3.12345)
+    loads = Loads({"a": 3}, {"a": 3.12345}, 3.12345)
     policy = PlacementPolicy(light=0.25)
     (row,) = explain(PlacementRequest(ADAPTER), fleet, loads, policy=policy).rows
     assert (row.sequences, row.cost, row.cost_limit) == (3, 3.123, 8.0)

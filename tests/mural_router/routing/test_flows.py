@@ -641,10 +641,8 @@ def test_flows_that_nobody_uses_keep_no_old_fleet() -> None:
 def loads(draw: st.DrawFn, fleet: Fleet, policy: PlacementPolicy) -> Loads:
     by_name = {each.name: draw(st.integers(0, 5)) for each in fleet.replicas}
     ranks = {name: draw(st.sampled_from([0, 8, 64])) * count for name, count in by_name.items()}
-    accepting = fleet.accepting_names
     costs = {name: count + policy.rank_cost * ranks[name] for name, count in by_name.items()}
-    total, total_cost = (sum(of[name] for name in accepting) for of in (by_name, costs))
-    return Loads(by_name, int(total), costs, total_cost)
+    return Loads(by_name, costs, sum(costs[name] for name in fleet.accepting_names))
 
 
 @settings(deadline=None, max_examples=200)
