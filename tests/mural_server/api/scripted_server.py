@@ -17,7 +17,7 @@ import numpy as np
 import openai
 import pytest
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mural_resolvers.base_spec import BaseSpec, ModuleSpec
@@ -40,33 +40,11 @@ from mural_server.lora.checkpoint import LoadOptions, read_checkpoint
 from mural_server.models.source import tokenizer_state
 from mural_server.settings import ServerSettings
 from mural_server.tokenizer import ModelTokenizer
+from tests.tiny_models import SPECIAL_TOKENS, tiny_tokenizer
 
-SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
-    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 MAX_MODEL_LEN = 256
 
 Script = Callable[[EngineRequest], list[bytes]]
-
-
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a byte, three special ones, and a chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(SPECIAL_TOKENS)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=SPECIAL_TOKENS[0],
-        eos_token=SPECIAL_TOKENS[2],
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
 
 
 def ids_of(data: bytes) -> list[int]:
@@ -297,7 +275,7 @@ async def running_server(engine: ScriptedEngine, settings: ServerSettings) -> As
         # and every answer comes 40 ms late (Nagle's algorithm beside delayed acknowledgements).
         bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     ports = [bound.getsockname()[1] for bound in sockets]
-    tokenizer = ModelTokenizer(tokenizer_state(byte_tokenizer()))
+    tokenizer = ModelTokenizer(tokenizer_state(tiny_tokenizer()))
     async with build_state(settings, engine, tokenizer, SamplingDefaults()) as state:
         server = Server(state, engine, ports)
         server.exit_status = asyncio.create_task(serve_state(state, sockets, server.stop))
@@ -317,7 +295,7 @@ async def running_server(engine: ScriptedEngine, settings: ServerSettings) -> As
 
 @pytest.fixture(name="byte_tokenizer")
 def byte_tokenizer_fixture() -> PreTrainedTokenizerFast:
-    return byte_tokenizer()
+    return tiny_tokenizer()
 
 
 @pytest.fixture
