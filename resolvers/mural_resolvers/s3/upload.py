@@ -23,6 +23,8 @@ __all__ = ["FileUpload"]
 logger = logging.getLogger("mural.s3")
 
 _MAX_PARTS = 10_000
+_ABORT_PAUSES_S = (0.1, 0.5)
+"""A part may still be on its way when the others are dropped: S3 says to abort again then."""
 
 
 class FileUpload:
@@ -113,11 +115,16 @@ class FileUpload:
         return data
 
     async def _abort(self, key: str, upload_id: str) -> None:
-        try:
-            await self._client.abort_multipart(key, upload_id)
-        except MuralError as error:
-            # The store's own life-cycle rule is what is left to remove the parts.
-            logger.warning("parts of an upload could not be removed: %s", error.message)
+        for pause_s in (0.0, *_ABORT_PAUSES_S):
+            await asyncio.sleep(pause_s)
+            try:
+                await self._client.abort_multipart(key, upload_id)
+            except MuralError as error:
+                failure = error
+            else:
+                return
+        # The store's own life-cycle rule is what is left to remove the parts.
+        logger.warning("parts of an upload could not be removed: %s", failure.message)
 
     def _check(self, size: int, sha256: str) -> None:
         if (size, sha256) != (self._entry.size, self._entry.sha256):

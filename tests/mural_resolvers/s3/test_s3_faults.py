@@ -389,6 +389,27 @@ class TestPublishing:
         assert moto_bucket.uploads() == []
         assert not any("safetensors" in key for key in moto_bucket.listing())
 
+    async def test_an_abort_that_fails_beside_a_part_on_its_way_is_made_again(
+        self, moto_bucket: Any, fault_proxy: Any, faults: Any, adapter: Path
+    ) -> None:
+        refused = iter([True, False])
+
+        def script(method: str, path: str, headers: Any) -> Any:
+            if "partNumber=1" in path or (method == "DELETE" and next(refused)):
+                return faults(status=500, code="InternalError")
+            return None
+
+        fault_proxy.script = script
+        settings = moto_bucket.settings(
+            endpoint_url=fault_proxy.url, max_attempts=1, multipart_bytes=100
+        )
+        store = S3Store(settings)
+        with pytest.raises(Unavailable):
+            await store.publish(NAME, adapter, build_manifest(adapter))
+        await store.close()
+        assert next(refused, None) is None
+        assert moto_bucket.uploads() == []
+
     async def test_the_whole_of_a_publication_is_bounded(
         self, moto_bucket: Any, fault_proxy: Any, faults: Any, adapter: Path
     ) -> None:
