@@ -366,7 +366,7 @@ class Here:
             "breakers": (self.breakers.states(self.now), self.breakers.troubled),
             "budget": round(self.budget._balance, 6),
             "suspected": self.source.suspected,
-            "total": self.dispatch.ledger.loads.total,
+            "total": sum(self.dispatch.ledger.loads.by_name.values()),
         }
         await self.close()
         return observed
