@@ -28,6 +28,7 @@ from mural_operator.troubles import Troubles
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.config import cluster_config
+from mural_resolvers.ports import unavailable
 
 __all__ = ["Operator", "run_operator"]
 
@@ -170,9 +171,8 @@ async def _admin(settings: OperatorSettings, pages: AdminPages) -> AsyncIterator
                 serve_admin(pages, settings.admin_host, settings.admin_port)
             )
         except OSError as error:
-            raise InvalidInput(
-                f"{settings.admin_host}:{settings.admin_port} cannot be listened on "
-                f"({error.strerror}): change --admin-port or --admin-host."
+            raise unavailable(
+                settings.admin_host, settings.admin_port, "--admin-port", error
             ) from None
         log.info("probes and metrics on http://%s:%d", settings.admin_host, port)
         yield

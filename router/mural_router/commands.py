@@ -174,6 +174,10 @@ def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
 
         import uvloop
 
+        from mural_router.start_checks import check_start
+
+        # Before what takes longer to import, and long before the ports are served.
+        check_start(config.settings)
         from mural_router.process import run_router
     except ImportError as error:
         raise _not_installed(error) from None

@@ -11,12 +11,14 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.ports import unavailable
 from mural_router.admin.server import AdminServer
 from mural_router.config import Config
 from mural_router.fleet.news import FleetNews
 from mural_router.proxy import Proxy, start
 from mural_router.running import Router, open_limiter
 from mural_router.settings import is_loopback
+from mural_router.start_checks import EXT_PROC_PORT, PORT
 
 if TYPE_CHECKING:
     from mural_router.picker import Picker
@@ -91,10 +93,10 @@ async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncE
     news.begin()
     try:
         router.proxy = await start(settings.http, router.routing, version=version)
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{settings.http.host}:{settings.http.port} cannot be served: {error}."
-        ) from None
+    except OSError as error:
+        raise unavailable(settings.http.host, settings.http.port, PORT, error) from None
+    except ValueError as error:
+        raise InvalidInput(f"http.tls: {error}.") from None
     picker = None if settings.ext_proc_port is None else await _picker(router)
     router.picker = picker
     _log_start(router, router.proxy)
@@ -112,14 +114,9 @@ async def _serve(router: Router, version: str, stop: asyncio.Event, held: AsyncE
 
 async def _picker(router: Router) -> Picker:
     """Raises ``InvalidInput`` when it cannot be served."""
-    try:
-        # Here alone: who has no gateway needs no gRPC.
-        from mural_router.picker import PickerSettings, start_picker
-    except ImportError as error:
-        raise InvalidInput(
-            f"--ext-proc needs packages that are not installed ({error}): "
-            "pip install 'mural[picker]'."
-        ) from None
+    # Here alone: who has no gateway needs no gRPC.
+    from mural_router.picker import PickerSettings, start_picker
+
     settings = router.config.settings
     assert settings.ext_proc_port is not None
     http = settings.http
@@ -135,10 +132,10 @@ async def _picker(router: Router) -> Picker:
             router.routing,
             not_ready=router.not_ready,
         )
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{http.host}:{settings.ext_proc_port} cannot be served: {error}."
-        ) from None
+    except OSError as error:
+        raise unavailable(http.host, settings.ext_proc_port, EXT_PROC_PORT, error) from None
+    except ValueError as error:
+        raise InvalidInput(f"http.tls: {error}.") from None
     logger.info("picking endpoints for gateways on %s:%d", picker.host, picker.port)
     return picker
 

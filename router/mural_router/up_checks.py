@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -13,12 +12,8 @@ from typing import Final, TypeVar
 import msgspec
 
 from mural_resolvers.errors import InvalidInput
-from mural_resolvers.tenants import TenantsFile
 from mural_router.commands import parse_flags, route_config
-from mural_router.http.tls import client_side, replica_side
-from mural_router.objects import FileObjects
-from mural_router.routing.aliases_file import AliasesFile
-from mural_router.settings import KUBERNETES, RouterSettings
+from mural_router.start_checks import check_files, check_start
 
 __all__ = ["check_model", "check_router"]
 
@@ -85,41 +80,5 @@ def check_router(flags: Sequence[str], tokens: Mapping[str, str]) -> None:
     """Raise ``InvalidInput`` where `mural route` with these flags could not start."""
     given = parse_flags(flags, "--route-flags")
     settings = route_config(given, os.environ | dict(tokens)).settings
-    _check_files(settings)
-    for host, port, flag in (
-        (settings.http.host, settings.http.port, "--port"),
-        (settings.admin_host, settings.admin_port, "--admin-port"),
-        (settings.http.host, settings.ext_proc_port, "--ext-proc"),
-    ):
-        if port:
-            _check_port(host, port, flag)
-
-
-def _check_files(settings: RouterSettings) -> None:
-    objects = None if settings.objects == KUBERNETES else settings.objects
-    for path, read in (
-        (settings.tenants_file, TenantsFile),
-        (settings.aliases_file, AliasesFile),
-        (objects, FileObjects),
-    ):
-        if path is not None:
-            read(Path(path))
-    try:
-        client_side(settings.http.tls)
-        replica_side(settings.http.tls)
-    except ValueError as error:
-        raise InvalidInput(f"http.tls: {error}.") from None
-
-
-def _check_port(host: str, port: int, flag: str) -> None:
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in found:
-            socket.create_server(address[:2], family=family).close()
-    except OSError as error:
-        # `create_server` puts the address into the text, too.
-        looked_up = isinstance(error, socket.gaierror)
-        reason = error.strerror if looked_up else os.strerror(error.errno or 0)
-        raise InvalidInput(
-            f"{host}:{port} cannot be listened on ({reason}): change {flag} or its host."
-        ) from None
+    check_files(settings)
+    check_start(settings)

@@ -246,7 +246,7 @@ def test_a_port_that_is_taken_is_told_at_once_with_its_flag(upped, model, capfd,
         flags = [f"{flag} {port}"] if "=" in flag else [flag, port]
         line = told(upped, capfd, str(model), *flags)
     assert f"127.0.0.1:{port} cannot be listened on (Address already in use)" in line
-    assert f"change {flag.removeprefix('--route-flags=')} or its host" in line
+    assert f"({flag.removeprefix('--route-flags=')}) or its host" in line
 
 
 def test_an_address_of_another_machine_is_told_at_once(upped, model, capfd):

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 from collections.abc import Iterator
 from typing import Final
 
 import uvicorn
 
-from mural_resolvers.errors import InvalidInput
+from mural_resolvers.ports import listen
 from mural_router.admin.app import create_admin_app
 from mural_router.running import Router
+from mural_router.start_checks import ADMIN_PORT
 
 __all__ = ["AdminServer"]
 
@@ -32,14 +31,7 @@ class AdminServer:
     """Listens from its making on, until `close`. Raises ``InvalidInput`` when it cannot."""
 
     def __init__(self, router: Router, host: str, port: int) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        try:
-            self._socket = socket.create_server((host, port), family=family)
-        except OSError as error:
-            reason = os.strerror(error.errno or 0)
-            raise InvalidInput(
-                f"{host}:{port} cannot be listened on ({reason}): change admin_port or its host."
-            ) from None
+        self._socket = listen(host, port, ADMIN_PORT)
         bound_host, bound_port = self._socket.getsockname()[:2]
         self.address = f"[{bound_host}]:{bound_port}" if ":" in host else f"{host}:{bound_port}"
         self._server = _Server(

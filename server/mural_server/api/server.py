@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import socket
 import time
@@ -18,9 +17,10 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from mural_resolvers.audit import AuditLog
-from mural_resolvers.errors import MuralError
+from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.file_watch import FileWatch
 from mural_resolvers.limits import AdapterLimits
+from mural_resolvers.ports import listen
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator
 from mural_resolvers.resolver import LoRAResolver
@@ -55,7 +55,7 @@ from mural_server.sampling_params import GenerationDefaults
 from mural_server.settings import EngineSettings, ServerSettings, SettingsError, is_loopback
 from mural_server.tokenizer import ModelTokenizer
 
-__all__ = ["bind", "build_state", "run_server", "serve_state"]
+__all__ = ["build_state", "run_server", "serve_state"]
 
 logger = logging.getLogger("mural")
 
@@ -71,7 +71,8 @@ T = TypeVar("T")
 async def run_server(engine: EngineSettings, settings: ServerSettings) -> int:
     """Serve until a signal (exit status 0, after draining) or the core's death (1).
 
-    Raises `SettingsError` with one sentence when it cannot start; nothing is left running then.
+    Raises `SettingsError`, or `InvalidInput` for a port that is taken, with one sentence when it
+    cannot start; nothing is left running then.
     """
     engine.validate()
     settings.validate()
@@ -277,26 +278,14 @@ def _authenticator(settings: ServerSettings) -> Authenticator:
 
 
 def _bind_all(settings: ServerSettings) -> list[socket.socket]:
-    bound = [bind(settings.resolved_host, settings.port, "--port")]
+    bound = [listen(settings.resolved_host, settings.port, "--port")]
     if settings.control_port is not None:
         try:
-            bound.append(bind(settings.control_host, settings.control_port, "--control-port"))
-        except SettingsError:
+            bound.append(listen(settings.control_host, settings.control_port, "--control-port"))
+        except InvalidInput:
             bound[0].close()
             raise
     return bound
-
-
-def bind(host: str, port: int, flag: str) -> socket.socket:
-    """A listening socket; raise `SettingsError` naming the flag to change."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = os.strerror(error.errno or 0)
-        raise SettingsError(
-            f"{host}:{port} cannot be listened on ({reason}): change {flag} or its host."
-        ) from None
 
 
 def _log_start(state: AppState, sockets: list[socket.socket]) -> None:

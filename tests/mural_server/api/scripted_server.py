@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerFast
 
 from mural_resolvers.base_spec import BaseSpec, ModuleSpec
 from mural_resolvers.errors import AdapterNotFound, MuralError
+from mural_resolvers.ports import listen
 from mural_resolvers.request import LoRARequest
 from mural_server.api.sampling import SamplingDefaults
-from mural_server.api.server import bind, build_state, serve_state
+from mural_server.api.server import build_state, serve_state
 from mural_server.api.state import AppState
 from mural_server.engine.client import EngineClient, EngineDead, EngineInfo
 from mural_server.engine.messages import (
@@ -269,7 +270,7 @@ StartServer = Callable[..., Awaitable[Server]]
 @asynccontextmanager
 async def running_server(engine: ScriptedEngine, settings: ServerSettings) -> AsyncIterator[Server]:
     settings.validate()
-    sockets = [bind("127.0.0.1", 0, "--port"), bind("127.0.0.1", 0, "--control-port")]
+    sockets = [listen("127.0.0.1", 0, flag) for flag in ("--port", "--control-port")]
     for bound in sockets:
         # As uvloop does, which a server runs on; asyncio's own loop leaves it out for such sockets,
         # and every answer comes 40 ms late (Nagle's algorithm beside delayed acknowledgements).
