@@ -675,31 +675,156 @@ PyObject* scan_answer_head(PyObject*, PyObject* argument) {
   Py_RETURN_FALSE;
 }
 
-// Whole chunks of a stream, each of whole events, none of which may tell the usage.
-PyObject* scan_events(PyObject*, PyObject* argument) {
-  char* data;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
+// Whether all of it is whole chunks, each of whole events, none of which may tell the usage.
+bool are_plain_events(const char* data, const char* end) {
+  if (data == end) return false;
   const char* at = data;
-  const char* end = data + size;
   while (at < end) {
     Py_ssize_t length = 0;
     const char* digits = at;
     for (; at < end && at - digits < 8 && is_hex(*at); ++at)
       length = length * 16 + (*at <= '9' ? *at - '0' : lower(*at) - 'a' + 10);
-    if (at == digits || end - at < 2 || at[0] != '\r' || at[1] != '\n') Py_RETURN_FALSE;
+    if (at == digits || end - at < 2 || at[0] != '\r' || at[1] != '\n') return false;
     at += 2;
-    if (length < 2 || end - at < length + 2) Py_RETURN_FALSE;
+    if (length < 2 || end - at < length + 2) return false;
     const char* stop = at + length;
     // An event's end: so nothing that is looked for lies across two chunks.
     const bool ends = stop[-1] == '\n' && (stop[-2] == '\n' || (length > 2 && stop[-2] == '\r' &&
                                                                stop[-3] == '\n'));
-    if (!ends || stop[0] != '\r' || stop[1] != '\n') Py_RETURN_FALSE;
+    if (!ends || stop[0] != '\r' || stop[1] != '\n') return false;
     at = stop + 2;
   }
-  if (size == 0 || FIND(data, end, "\"prompt_tokens\":") != nullptr) Py_RETURN_FALSE;
-  Py_RETURN_TRUE;
+  return FIND(data, end, "\"prompt_tokens\":") == nullptr;
 }
+
+PyObject* scan_events(PyObject*, PyObject* argument) {
+  char* data;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
+  return PyBool_FromLong(are_plain_events(data, data + size));
+}
+
+// -- the base of a replica's connection: http/cut_through.py says what it does ---------------------
+
+PyObject* kTakeIn;
+PyObject* kDeadline;
+PyObject* kNow;
+PyObject* kBytesSent;
+
+struct CutThrough {
+  PyObject_HEAD
+  PyObject* write;  // where plain events go; all four are null while everything is taken in
+  PyObject* exchange;
+  PyObject* watch;
+  double idle_timeout_s;
+};
+
+CutThrough* of(PyObject* self) { return reinterpret_cast<CutThrough*>(self); }
+
+// A reference is given up last: its end may call anything.
+int cut_through_clear(PyObject* self) {
+  CutThrough* it = of(self);
+  PyObject* held[] = {it->write, it->exchange, it->watch};
+  it->write = it->exchange = it->watch = nullptr;
+  for (PyObject* each : held) Py_XDECREF(each);
+  return 0;
+}
+
+int cut_through_traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(of(self)->write);
+  Py_VISIT(of(self)->exchange);
+  Py_VISIT(of(self)->watch);
+  return 0;
+}
+
+void cut_through_dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  cut_through_clear(self);
+  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
+  Py_DECREF(type);
+}
+
+PyObject* cut_through(PyObject* self, PyObject* arguments) {
+  PyObject *write, *exchange, *watch;
+  double idle_timeout_s;
+  if (!PyArg_ParseTuple(arguments, "OOOd", &write, &exchange, &watch, &idle_timeout_s))
+    return nullptr;
+  cut_through_clear(self);
+  CutThrough* it = of(self);
+  it->write = Py_NewRef(write);
+  it->exchange = Py_NewRef(exchange);
+  it->watch = Py_NewRef(watch);
+  it->idle_timeout_s = idle_timeout_s;
+  Py_RETURN_NONE;
+}
+
+PyObject* take_all_in(PyObject* self, PyObject*) {
+  cut_through_clear(self);
+  Py_RETURN_NONE;
+}
+
+// Count a piece, and put off the deadline.
+bool note_passage(PyObject* self, CutThrough* it, Py_ssize_t size) {
+  PyObject* now = PyObject_GetAttr(it->watch, kNow);
+  if (now == nullptr) return false;
+  const double moment = PyFloat_AsDouble(now);
+  Py_DECREF(now);
+  if (moment == -1.0 && PyErr_Occurred()) return false;
+  PyObject* deadline = PyFloat_FromDouble(moment + it->idle_timeout_s);
+  if (deadline == nullptr) return false;
+  const int set = PyObject_SetAttr(self, kDeadline, deadline);
+  Py_DECREF(deadline);
+  if (set < 0) return false;
+  PyObject* sent = PyObject_GetAttr(it->exchange, kBytesSent);
+  if (sent == nullptr) return false;
+  const Py_ssize_t before = PyLong_AsSsize_t(sent);
+  Py_DECREF(sent);
+  if (before == -1 && PyErr_Occurred()) return false;
+  PyObject* after = PyLong_FromSsize_t(before + size);
+  if (after == nullptr) return false;
+  const int counted = PyObject_SetAttr(it->exchange, kBytesSent, after);
+  Py_DECREF(after);
+  return counted == 0;
+}
+
+PyObject* data_received(PyObject* self, PyObject* data) {
+  CutThrough* it = of(self);
+  if (it->write != nullptr && PyBytes_Check(data)) {
+    char* bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(data, &bytes, &size) < 0) return nullptr;
+    if (are_plain_events(bytes, bytes + size)) {
+      // First: writing may pause the connection, which sets another deadline.
+      if (!note_passage(self, it, size)) return nullptr;
+      PyObject* write = Py_NewRef(it->write);
+      PyObject* done = PyObject_CallFunctionObjArgs(write, data, nullptr);
+      Py_DECREF(write);
+      return done;
+    }
+  }
+  return PyObject_CallMethodObjArgs(self, kTakeIn, data, nullptr);
+}
+
+PyMethodDef cut_through_methods[] = {
+    {"data_received", data_received, METH_O, nullptr},
+    {"cut_through", cut_through, METH_VARARGS, nullptr},
+    {"take_all_in", take_all_in, METH_NOARGS, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyType_Slot cut_through_slots[] = {
+    {Py_tp_methods, cut_through_methods},
+    {Py_tp_traverse, reinterpret_cast<void*>(cut_through_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(cut_through_clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(cut_through_dealloc)},
+    {0, nullptr},
+};
+
+PyType_Spec cut_through_spec = {
+    "mural_router.http._scan.CutThrough", sizeof(CutThrough), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, cut_through_slots};
 
 PyMethodDef methods[] = {
     {"scan_request", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scan_request)),
@@ -711,6 +836,16 @@ PyMethodDef methods[] = {
 };
 
 int fill(PyObject* module) {
+  kTakeIn = PyUnicode_InternFromString("take_in");
+  kDeadline = PyUnicode_InternFromString("deadline");
+  kNow = PyUnicode_InternFromString("now");
+  kBytesSent = PyUnicode_InternFromString("bytes_sent");
+  if (!kTakeIn || !kDeadline || !kNow || !kBytesSent) return -1;
+  PyObject* type = PyType_FromModuleAndSpec(module, &cut_through_spec, nullptr);
+  if (type == nullptr) return -1;
+  const int added = PyModule_AddObjectRef(module, "CutThrough", type);
+  Py_DECREF(type);
+  if (added < 0) return -1;
   return PyModule_AddStringConstant(module, "SOURCE_DIGEST", MURAL_SOURCE_DIGEST);
 }
 

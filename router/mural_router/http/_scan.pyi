@@ -1,3 +1,8 @@
+from collections.abc import Callable
+
+from mural_router.http.cut_through import Counted
+from mural_router.http.watch import Watch
+
 SOURCE_DIGEST: str
 """Of `router/native`, when it was built."""
 
@@ -7,3 +12,10 @@ def scan_request(
 def scan_answer(data: bytes, /) -> tuple[bytes, int, bool] | None: ...
 def scan_answer_head(data: bytes, /) -> bool: ...
 def scan_events(data: bytes, /) -> bool: ...
+
+class CutThrough:
+    def data_received(self, data: bytes, /) -> None: ...
+    def cut_through(
+        self, write: Callable[[bytes], object], counted: Counted, watch: Watch, idle_s: float, /
+    ) -> None: ...
+    def take_all_in(self) -> None: ...

@@ -122,6 +122,11 @@ class Exchange:
             self.bytes_sent += len(data)
             self._connection.transport.write(data)
 
+    @property
+    def send(self) -> Callable[[bytes], object] | None:
+        """What `write` sends by, for who counts the bytes; None once the client is gone."""
+        return None if self._connection is None else self._connection.transport.write
+
     def finish(self) -> None:
         """The answer is complete: the next request may come."""
         if self._connection is not None:

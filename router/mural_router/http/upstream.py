@@ -11,6 +11,7 @@ from typing import Final, Protocol, cast
 
 from mural_router.fleet.endpoint import Address, Endpoint
 from mural_router.http.chunks import ChunkDecoder, ChunkError
+from mural_router.http.cut_through import Counted, CutThrough
 from mural_router.http.errors import BrokenAnswer
 from mural_router.http.head import END, ResponseHead, parse_response_head
 from mural_router.http.settings import HttpSettings
@@ -76,7 +77,7 @@ class Caller(Protocol):
         """It takes more."""
 
 
-class ReplicaConnection(Watched):
+class ReplicaConnection(Watched, CutThrough):
     """One connection to a replica; it has one request at a time."""
 
     transport: asyncio.Transport
@@ -90,7 +91,6 @@ class ReplicaConnection(Watched):
         self._idle_timeout_s = pool.settings.idle_timeout_s
         self._caller: Caller | None = None
         self._first: Callable[[bytes], bool] | None = None
-        self._passes: Callable[[bytes], bool] | None = None
         self._start = b""
         self._head: ResponseHead | None = None
         self._interim = 0
@@ -125,12 +125,14 @@ class ReplicaConnection(Watched):
         self.deadline = self._watch.now + self._pool.settings.first_byte_timeout_s
         self.transport.writelines(list(pieces))
 
-    def pass_on(self, passes: Callable[[bytes], bool]) -> None:
-        """Show the caller each piece that begins with a chunk, until the answer's end.
+    def pass_on(self, write: Callable[[bytes], object], counted: Counted) -> None:
+        """Send pieces that are plain events by ``write``, until the caller has to be told of one.
 
-        True: it was whole chunks, none of them the last, and is dealt with.
+        For one that has no part of a chunk, and none of an event, in its hands.
         """
-        self._passes = passes
+        decoder = self._decoder
+        if decoder is not None and decoder.whole and not decoder.done:
+            self.cut_through(write, counted, self._watch, self._idle_timeout_s)
 
     def send_more(self, data: bytes) -> None:
         """A piece of a body that is passed on."""
@@ -200,7 +202,7 @@ class ReplicaConnection(Watched):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        self._passes = None
+        self.take_all_in()
         self._pool.lost(self)
         caller, self._caller = self._caller, None
         if caller is not None:
@@ -223,16 +225,12 @@ class ReplicaConnection(Watched):
         else:
             self._break(AnswerTimeout("the replica was silent for too long"))
 
-    def data_received(self, data: bytes) -> None:
+    def take_in(self, data: bytes) -> None:
         if self._caller is None:
             # Nothing was asked: an answer to nothing must not become one to the next request.
             self._close()
             return
-        passes, decoder = self._passes, self._decoder
-        if passes is not None and decoder is not None and decoder.whole and passes(data):
-            if not self._paused:
-                self.deadline = self._watch.now + self._idle_timeout_s
-            return
+        self.take_all_in()
         first, self._first = self._first, None
         if first is not None and first(data):
             return
@@ -303,7 +301,7 @@ class ReplicaConnection(Watched):
 
     def _end(self) -> None:
         caller, self._caller = self._caller, None
-        self._passes = None
+        self.take_all_in()
         assert caller is not None
         assert self._head is not None
         if self._paused:
@@ -323,7 +321,7 @@ class ReplicaConnection(Watched):
             caller.answer_breaks(error)
 
     def _close(self) -> None:
-        self._passes = None
+        self.take_all_in()
         if not self._closed:
             self._closed = True
             self._pool.lost(self)

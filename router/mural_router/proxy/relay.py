@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 from mural_resolvers.errors import MuralError
 from mural_router.http.exchange import Exchange, Reader, status_line
 from mural_router.http.head import ResponseHead
-from mural_router.http.scan import plain_events
 from mural_router.http.upstream import (
     Caller,
     ConnectFailed,
@@ -218,20 +217,8 @@ class Relay(Caller, Reader):
         self._first_byte_s = monotonic() - self._exchange.arrived
         if head.length is None and _is_events(head):
             self._events = EventRelay(hide_usage=routed.hide_usage)
-            if plain_events is not None:
-                connection.pass_on(self._passes)
         else:
             self._reader = UsageReader()
-
-    def _passes(self, data: bytes) -> bool:
-        """Pass a piece of events on as it came, as `EventRelay.feed` would: so it is with most."""
-        events = self._events
-        assert events is not None
-        assert plain_events is not None
-        if not self._began or events.held or not plain_events(data):
-            return False
-        self._exchange.write(data)
-        return True
 
     def answer_goes_on(self, raw: bytes, payload: bytes, whole: bool) -> None:
         if self._events is not None:
@@ -243,6 +230,15 @@ class Relay(Caller, Reader):
         elif raw:
             self._began = True
             self._exchange.write(self._answer_head() + raw)
+        if self._events is not None and self._began and not self._events.held:
+            self._let_pass()
+
+    def _let_pass(self) -> None:
+        """Nothing is held: plain events go on as they come, as `EventRelay.feed` would have it."""
+        send, connection = self._exchange.send, self._connection
+        # Writing may have shown that the client is gone.
+        if send is not None and connection is not None:
+            connection.pass_on(send, self._exchange)
 
     def answer_ends(self) -> None:
         self._connection = None

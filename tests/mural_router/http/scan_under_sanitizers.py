@@ -15,7 +15,10 @@ from random import Random
 
 import pytest
 
-TESTS = [str(Path(__file__).with_name(name)) for name in ("test_scan.py", "test_scan_tables.py")]
+TESTS = [
+    str(Path(__file__).with_name(name))
+    for name in ("test_scan.py", "test_scan_tables.py", "test_cut_through.py")
+]
 HEADER_BYTES = bytes.__basicsize__ - 1
 """Of an object of bytes, before its first one; behind its last stands a NUL."""
 
@@ -60,7 +63,16 @@ def main(library: Path, kind: str, messages: int) -> int:
     from tests.mural_router.http.scan_alike import is_accepted_alike, is_answered_alike
     from tests.mural_router.http.scan_messages import Writer
 
-    random, accepted = Random(messages), 0
+    class Through(native.CutThrough):  # type: ignore[name-defined,misc]
+        deadline = now = 0.0
+        bytes_sent = 0
+
+        def take_in(self, data: bytes) -> None:
+            if len(data) % 7 == 0:
+                self.cut_through(self.take_in, self, self, 1.0)
+
+    random, accepted, through = Random(messages), 0, Through()
+    through.cut_through(through.take_in, through, through, 1.0)
     for _ in range(messages):
         writer = Writer(random)
         request, answer = writer.request(), writer.answer()
@@ -71,6 +83,7 @@ def main(library: Path, kind: str, messages: int) -> int:
         events = b"%x\r\n%b\r\n" % (at, request[:at])
         for data in (events, events[: random.randrange(len(events))]):
             native.scan_events(data)
+            through.data_received(data)
     print(f"{messages} messages of each kind, {accepted} accepted")
     return 0
 
