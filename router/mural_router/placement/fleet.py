@@ -32,6 +32,8 @@ WANTED_TOKENS_PER_S = 1 / 60
 forgets by and by, so this is some minutes after its last request."""
 MOST_WORK = 2.0
 """Of one replica, in its own worth."""
+MOST_RANK = 1024
+"""Of an adapter; twice what vLLM takes at most. Who tells of more is not believed."""
 FACTS_KEPT = 20_000
 """Adapters per fleet; names that nobody holds are remembered too."""
 
@@ -333,9 +335,27 @@ class Fleet:
             facts = self._facts[adapter] = self._gather(adapter)
         return facts
 
+    @cached_property
+    def _least_rank_limit(self) -> int:
+        """The least largest rank of the accepting replicas that say theirs; 0: none does."""
+        limits = [self.replicas[i].max_lora_rank for i in self.accepting]
+        return min([limit for limit in limits if limit > 0], default=0)
+
+    def _believed_rank(self, replica: Replica, rank: int) -> int:
+        """What counts of a rank that a replica tells; 0: nothing.
+
+        None holds what is too large for it; and one that does not say what it takes rules nobody
+        out.
+        """
+        if replica.max_lora_rank > 0:
+            return rank if rank <= min(replica.max_lora_rank, MOST_RANK) else 0
+        return min(rank, self._least_rank_limit or MOST_RANK)
+
     def _gather(self, adapter: str) -> AdapterFacts:
-        load, rank, absent = 0.0, 0, 0
-        in_memory = on_disk = 0
+        load, absent = 0.0, 0
+        ranks: list[int] = []
+        in_memory: list[int] = []
+        on_disk: list[int] = []
         told = self._told
         for i in self.members.order(adapter):
             adapters = told[i]
@@ -350,18 +370,20 @@ class Fleet:
             absent = 0
             replica = self.replicas[i]
             load += residency.load
-            # No replica holds what is too large for it, and the least that is told counts: one that
-            # lies keeps no adapter from the others.
-            if not 0 < replica.max_lora_rank < residency.rank:
-                rank = min(rank or residency.rank, residency.rank or rank)
-            bytes_ = residency.bytes
-            if not 0 < replica.host_bytes < bytes_:
-                if residency.level == "disk":
-                    on_disk = min(on_disk or bytes_, bytes_ or on_disk)
-                else:
-                    in_memory = min(in_memory or bytes_, bytes_ or in_memory)
+            if (rank := self._believed_rank(replica, residency.rank)) > 0:
+                ranks.append(rank)
+            if 0 < residency.bytes <= replica.host_bytes:
+                (on_disk if residency.level == "disk" else in_memory).append(residency.bytes)
         # Those that have it in memory know what it takes there.
-        return AdapterFacts(load, rank, in_memory or on_disk)
+        return AdapterFacts(load, _agreed(ranks), _agreed(in_memory or on_disk))
+
+
+def _agreed(told: list[int]) -> int:
+    """The lower median: one that lies is not heard among three, nor, if it exaggerates, among two.
+
+    0: nobody tells.
+    """
+    return sorted(told)[(len(told) - 1) // 2] if told else 0
 
 
 class PlacementRequest(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,7 @@ import pytest
 from mural_router.placement import (
     PlacementPolicy,
     PlacementRequest,
+    Replica,
     Residency,
     Use,
     UseCount,
@@ -241,6 +242,27 @@ CASES = [
             ),
         ),
     ),
+    Case(
+        "nor one that says nothing of what it takes itself",
+        FIRST,
+        "home",
+        fleet=fleet(
+            last=Replica(
+                "", slots=8, adapters={ADAPTER: Residency("disk", rank=512, bytes=1 << 40)}
+            )
+        ),
+    ),
+    Case(
+        "among three that tell, none has it go where it is refused",
+        SECOND,
+        "resident",
+        fleet=fleet(
+            first=replace(CAN, max_lora_rank=8),
+            second=replace(CAN, adapters=HELD),
+            third=replace(CAN, adapters=HELD),
+            last=replace(CAN, adapters={ADAPTER: Residency("host", rank=1, bytes=1)}),
+        ),
+    ),
 ]
 
 
@@ -304,3 +326,11 @@ def test_who_has_an_adapter_in_memory_knows_what_it_takes_there() -> None:
         assert view.facts(ADAPTER).bytes == 14
     view = fleet(first=replace(CAN, adapters={ADAPTER: disk}))
     assert view.facts(ADAPTER).bytes == 7
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["unknown_limit", "no_limit"])
+def test_a_rank_that_no_adapter_has_makes_no_request_dear(limit: int) -> None:
+    liar = replace(CAN, max_lora_rank=limit, adapters={ADAPTER: Residency("host", rank=1 << 40)})
+    home = only_home(ADAPTER, fleet(first=liar))
+    assert home is not None
+    assert home.cost <= 1 + PlacementPolicy().rank_cost * CAN.max_lora_rank
