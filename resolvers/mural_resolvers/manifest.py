@@ -30,6 +30,7 @@ __all__ = [
     "build_manifest",
     "checked_manifest",
     "manifest_of",
+    "read_facts",
     "read_manifest",
     "verify_folder",
 ]
@@ -128,6 +129,17 @@ def manifest_of(
     entries = tuple(by_name[name] for name in names)
     facts = _read_facts(folder, names, limits, folder)
     return Manifest(files=entries, facts=facts, digest=compute_digest(entries))
+
+
+def read_facts(
+    folder: Path, limits: AdapterLimits = DEFAULT_LIMITS, *, within: Path | None = None
+) -> PeftFacts:
+    """The facts that `build_manifest` finds, at the cost of the headers alone: nothing is hashed.
+
+    Raises as it does.
+    """
+    names = engine_files(folder, limits)
+    return _read_facts(folder, names, limits, folder if within is None else within)
 
 
 def _read_facts(

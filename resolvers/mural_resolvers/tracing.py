@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-__all__ = ["Trace", "Tracing", "open_tracing"]
+__all__ = ["Trace", "Tracing", "check_tracing", "open_tracing"]
 
 FLUSH_MS: Final = 2_000
 
@@ -88,6 +88,18 @@ class Tracing:
         self._provider.shutdown()
 
 
+def check_tracing() -> None:
+    """Raise ``InvalidInput`` where the packages are not installed."""
+    try:
+        import opentelemetry.exporter.otlp.json.http.trace_exporter
+        import opentelemetry.sdk.trace  # noqa: F401 - both, for `open_tracing`
+    except ImportError as error:
+        raise InvalidInput(
+            f"Tracing needs a package that is not installed ({error.name}): "
+            "pip install 'mural[otel]'."
+        ) from None
+
+
 def open_tracing(
     endpoint: str,
     service: str,
@@ -100,17 +112,13 @@ def open_tracing(
     ``sample_ratio`` holds for traces that begin here; others are as their caller decided. Raises
     ``InvalidInput`` where the packages are not installed.
     """
-    try:
-        from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-    except ImportError as error:
-        raise InvalidInput(
-            f"Tracing needs a package that is not installed ({error.name}): "
-            "pip install 'mural[otel]'."
-        ) from None
+    check_tracing()
+    from opentelemetry.exporter.otlp.json.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(sample_ratio)),
         resource=Resource.create({"service.name": service}),

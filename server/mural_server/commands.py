@@ -59,18 +59,24 @@ class ServeCommand:
     def run(self, args: argparse.Namespace) -> int:
         """Serve until stopped; 0 after a drain, 1 when it cannot start or the core died."""
         try:
-            given = vars(args)
-            server = server_settings(given, os.environ)
-            server.validate()
-            engine = engine_settings(given)
-            engine.validate()
-            return _run(engine, server)
+            return _run(*_checked(vars(args), os.environ))
         except (SettingsError, MuralError) as error:
             print(f"mural serve: {redacted(str(error))}", file=sys.stderr)
             return 1
 
 
 serve = ServeCommand()
+
+
+def _checked(
+    given: Mapping[str, object], environment: Mapping[str, str]
+) -> tuple[EngineSettings, ServerSettings]:
+    """The settings, once all that can be judged without torch is judged."""
+    from mural_server.start_checks import check_start
+
+    engine, server = engine_settings(given), server_settings(given, environment)
+    check_start(engine, server)
+    return engine, server
 
 
 def engine_settings(given: Mapping[str, object]) -> EngineSettings:

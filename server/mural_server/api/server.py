@@ -76,8 +76,6 @@ async def run_server(engine: EngineSettings, settings: ServerSettings) -> int:
     """
     engine.validate()
     settings.validate()
-    # Read again when it is served: here, so that nobody waits for a model to learn of it.
-    _tls(settings)
     stop = _stop_on_signals()
     async with AsyncExitStack() as held:
         sockets = _bind_all(settings)
@@ -103,7 +101,7 @@ async def build_state(
     auth = _authenticator(settings)
     limits = AdapterLimits(admit_bin=allow_bin_adapters)
     ids = LoRAIdAllocator()
-    source = open_upload_source(settings, client.info, limits)
+    source = open_upload_source(settings, limits)
     registry = _registry(settings, client, ids, limits, [] if source is None else [source.resolver])
     roots = [*([settings.adapter_dir] if settings.adapter_dir else ())]
     catalog = AdapterCatalog(

@@ -19,7 +19,7 @@ from mural_resolvers.sources import build_resolvers, parse_source
 from mural_resolvers.store import AdapterStore
 from mural_resolvers.uploads import Quarantine, Uploads, UploadSettings, UploadsResolver
 from mural_server.catalog import AdapterCatalog
-from mural_server.engine.client import EngineClient, EngineInfo
+from mural_server.engine.client import EngineClient
 from mural_server.settings import ServerSettings, SettingsError
 
 __all__ = ["UploadSource", "open_upload_source"]
@@ -55,15 +55,11 @@ class UploadSource:
         )
 
 
-def open_upload_source(
-    settings: ServerSettings, info: EngineInfo, limits: AdapterLimits
-) -> UploadSource | None:
+def open_upload_source(settings: ServerSettings, limits: AdapterLimits) -> UploadSource | None:
     """Open the store that ``--upload-store`` names, if it does; raise `SettingsError`."""
     location = settings.upload_store
     if location is None:
         return None
-    if info.max_loras == 0:
-        raise SettingsError("--upload-store serves nothing: adapters are off (--no-enable-lora).")
     quarantine = Quarantine(Path(settings.upload_dir or _own_folder()), limits)
     try:
         quarantine.open()

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mural_server.models.check import GGUF_VERSIONS
 from mural_server.models.errors import CheckpointError, UnsupportedModel
 
 __all__ = ["GGUFFile", "MetadataValue", "TensorInfo"]
@@ -86,7 +87,7 @@ class GGUFFile:
 
     def _parse(self) -> tuple[dict[str, MetadataValue], dict[str, TensorInfo]]:
         magic, version = self._bytes[:4], self._unpack("<4xI")
-        if magic != b"GGUF" or version not in (2, 3):
+        if magic != b"GGUF" or version not in GGUF_VERSIONS:
             raise CheckpointError(f"{self.path} is not a GGUF file of version 2 or 3")
         tensor_count, key_count = self._unpack("<Q"), self._unpack("<Q")
         metadata: dict[str, MetadataValue] = {}

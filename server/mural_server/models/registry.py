@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from transformers import PreTrainedConfig
 
 from mural_server.models.base import CausalLM
-from mural_server.models.errors import UnsupportedModel
+from mural_server.models.check import unsupported
 from mural_server.models.gemma3 import Gemma3ForCausalLM
 from mural_server.models.llama import LlamaForCausalLM, MistralForCausalLM
 from mural_server.models.qwen2 import Qwen2ForCausalLM
@@ -16,12 +16,13 @@ from mural_server.models.qwen3 import Qwen3ForCausalLM
 __all__ = ["MODELS", "model_class"]
 
 MODELS: Mapping[str, type[CausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": MistralForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Gemma3ForCausalLM": Gemma3ForCausalLM,
+    each.__name__: each
+    for each in (
+        *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+        Gemma3ForCausalLM,
+    )
 }
+"""As `ARCHITECTURES` names them, where torch need not be loaded."""
 
 # A GGUF file has a model type and no architectures.
 _BY_MODEL_TYPE = {
@@ -39,6 +40,4 @@ def model_class(config: PreTrainedConfig) -> type[CausalLM]:
     for name in names:
         if name in MODELS:
             return MODELS[name]
-    raise UnsupportedModel(
-        f"{', '.join(names)} is not supported; supported architectures: {', '.join(MODELS)}"
-    )
+    raise unsupported(names)

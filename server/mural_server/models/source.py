@@ -20,6 +20,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from mural_server.models.check import config_file, is_gguf
 from mural_server.models.checkpoint import Checkpoint, GGUFCheckpoint, SafetensorsCheckpoint
 from mural_server.models.errors import CheckpointError, ModelError, UnsupportedModel
 from mural_server.models.gguf_config import gguf_config, gguf_eos_ids
@@ -40,18 +41,17 @@ __all__ = [
 
 def load_config(path: str) -> PreTrainedConfig:
     """The configuration; raise `CheckpointError` or `UnsupportedModel` with the reason."""
-    if _is_gguf(path):
+    if is_gguf(path):
         with _read_from(path):
             return gguf_config(GGUFFile(Path(path)))
-    if not (Path(path) / "config.json").is_file():
-        raise CheckpointError(f"{path} is no model directory: it has no config.json")
+    config_file(Path(path))
     with _read_from(path):
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The tokenizer, with its chat template where the model has one."""
-    if _is_gguf(path):
+    if is_gguf(path):
         # AutoTokenizer would read the file thrice, slowly, to arrive at the same tokenizer.
         folder, file = str(Path(path).parent), Path(path).name
         with _read_from(path):
@@ -98,7 +98,7 @@ def eos_token_ids(path: str) -> tuple[int, ...]:
     """Ids that end a generation: those of the generation defaults (else the configuration), and
     the tokenizer's own.
     """
-    if _is_gguf(path):
+    if is_gguf(path):
         return gguf_eos_ids(GGUFFile(Path(path)))
     stated = (_generation_config(path) or load_config(path)).eos_token_id
     ids = (*_as_ids(stated), *_as_ids(load_tokenizer(path).eos_token_id))
@@ -107,25 +107,13 @@ def eos_token_ids(path: str) -> tuple[int, ...]:
 
 def open_checkpoint(path: str, layers: int, expected: Iterable[str]) -> Checkpoint:
     """The tensors at ``path``, under the names that the model of ``layers`` layers expects."""
-    if not _is_gguf(path):
+    if not is_gguf(path):
         return SafetensorsCheckpoint(Path(path))
     return GGUFCheckpoint(GGUFFile(Path(path)), layers, expected)
 
 
-def _is_gguf(path: str) -> bool:
-    if path.endswith(".gguf"):
-        return True
-    # transformers would take a name that is no folder for one to download.
-    if not Path(path).is_dir():
-        raise CheckpointError(
-            f"{path} is neither a model directory nor a .gguf file on this machine (nothing is "
-            "downloaded)"
-        )
-    return False
-
-
 def _generation_config(path: str) -> GenerationConfig | None:
-    if _is_gguf(path) or not (Path(path) / "generation_config.json").is_file():
+    if is_gguf(path) or not (Path(path) / "generation_config.json").is_file():
         return None
     with _read_from(path):
         return GenerationConfig.from_pretrained(path, local_files_only=True)

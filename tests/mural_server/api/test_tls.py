@@ -11,10 +11,9 @@ import pytest
 import trustme
 
 import mural_resolvers.file_watch
-from mural_server.api.server import run_server
 from mural_server.api.tls import PortTls
 from mural_server.protocol import ControlClient, ControlError
-from mural_server.settings import EngineSettings, ServerSettings, SettingsError
+from mural_server.settings import ServerSettings
 
 NAME = "servers.mural.svc"
 
@@ -115,10 +114,3 @@ async def test_a_pair_that_does_not_fit_leaves_the_old_one(pair, ca):
         tls.reload()
     assert await shown_by(port, ca) == before
     server.close()
-
-
-async def test_a_certificate_that_is_none_ends_the_start_before_the_model_is_read(pair):
-    pair.cert.write_text("none")
-    settings = ServerSettings(**pair.flags)
-    with pytest.raises(SettingsError, match=r"--ssl-certfile: .* no certificate with its key"):
-        await run_server(EngineSettings(model="/nowhere"), settings)
