@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from mural_resolvers.cli import OneLineParser
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import redacted
 from mural_resolvers.stderr_log import log_to_stderr
@@ -166,9 +167,7 @@ def _add_admin_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m mural_operator.commands``: operate, without the ``mural`` command."""
-    parser = argparse.ArgumentParser(
-        prog="mural operate", description=operate.help, allow_abbrev=False
-    )
+    parser = OneLineParser(prog="mural operate", description=operate.help, allow_abbrev=False)
     operate.add_arguments(parser)
     return operate.run(parser.parse_args(argv))
 

@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 from mural_resolvers.errors import MuralError
 from mural_resolvers.redaction import redacted
 
-__all__ = ["COMMAND_GROUP", "Command", "main"]
+__all__ = ["COMMAND_GROUP", "Command", "OneLineParser", "main"]
 
 COMMAND_GROUP = "mural.commands"
 
@@ -34,6 +34,17 @@ class Command(Protocol):
 
     def run(self, args: argparse.Namespace) -> int:
         """Do it; a raised ``MuralError`` is printed and gives the exit status 1."""
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Tells a misuse in one line, with no usage before it that would fill the screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {redacted(message)}; {_help_of(self.prog)}\n")
+
+
+def _help_of(prog: str) -> str:
+    return f"`{prog} --help` lists what it takes"
 
 
 class _EntryPoint(Protocol):
@@ -72,8 +83,8 @@ def main(
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
         # argparse would print the usage of `mural`, which has nothing of the subcommand's flags.
-        known = f"`mural {args.command} --help` lists what it takes"
-        parser.exit(2, f"mural {args.command}: unknown: {' '.join(unknown)}; {known}\n")
+        prog = f"mural {args.command}"
+        parser.exit(2, f"{prog}: unknown: {redacted(' '.join(unknown))}; {_help_of(prog)}\n")
     try:
         return commands[args.command].run(args)
     except MuralError as error:
@@ -108,7 +119,7 @@ def _load_one(entry: _EntryPoint) -> Command:
 
 
 def _parser(commands: dict[str, Command]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         prog="mural", description="Serve many tenants' LoRA adapters on one base model."
     )
     parser.add_argument("--version", action="version", version=f"mural {_version()}")

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
+from mural_resolvers.cli import OneLineParser
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import redacted
 from mural_resolvers.secret_text import read_secret
@@ -402,7 +403,7 @@ def _add_log_flags(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m mural_router.commands``: route, without the ``mural`` command."""
-    parser = argparse.ArgumentParser(prog="mural route", description=route.help, allow_abbrev=False)
+    parser = OneLineParser(prog="mural route", description=route.help, allow_abbrev=False)
     route.add_arguments(parser)
     return route.run(parser.parse_args(argv))
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from mural_resolvers.cli import OneLineParser
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import redacted
 from mural_resolvers.secret_text import read_secret
@@ -536,7 +537,7 @@ def _lora_module(text: str) -> LoRAModule:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``python -m mural_server.commands``: serve, without the ``mural`` command."""
-    parser = argparse.ArgumentParser(prog="mural serve", description=serve.help, allow_abbrev=False)
+    parser = OneLineParser(prog="mural serve", description=serve.help, allow_abbrev=False)
     serve.add_arguments(parser)
     return serve.run(parser.parse_args(argv))
 

@@ -118,6 +118,23 @@ def test_misuse_is_status_two(argv: list[str]) -> None:
     assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "mural: the following arguments are required: COMMAND; `mural --help`"),
+        (["greet", "--to"], "mural greet: argument --to: expected one argument; `mural greet --"),
+    ],
+)
+def test_misuse_is_told_in_one_line(
+    argv: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(argv, [Entry("greet", greet())])
+
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(told)
+
+
 @pytest.mark.parametrize("flag", ["--unknown", "--t"])
 def test_a_flag_is_taken_whole_or_refused_by_name(
     flag: str, capsys: pytest.CaptureFixture[str]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from mural_resolvers.cli import OneLineParser
 from mural_resolvers.errors import MuralError
 from mural_server.bench.setup import QUICK, BenchError, Setup, Sizes
 from mural_server.models.errors import ModelError
@@ -96,7 +97,7 @@ bench = BenchCommand()
 
 def main(argv: Sequence[str]) -> int:
     """``mural bench`` with these arguments; errors go to standard error."""
-    parser = argparse.ArgumentParser(prog="mural bench", description=bench.help)
+    parser = OneLineParser(prog="mural bench", description=bench.help)
     bench.add_arguments(parser)
     try:
         return bench.run(parser.parse_args(argv))
