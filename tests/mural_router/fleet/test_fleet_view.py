@@ -11,12 +11,13 @@ import msgspec
 import pytest
 import trustme
 
+from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.follow import MuralFollower
 from mural_router.fleet.member import Member
 from mural_router.fleet.static import StaticDiscovery
 from mural_router.fleet.view import FleetSettings, FleetView
-from mural_router.placement import Fleet, Residency, Use
+from mural_router.placement import Fleet, Replica, Residency, Use
 from mural_server.protocol import AdapterStatus, ControlClient
 
 TOKEN = "the-control-token"
@@ -108,7 +109,7 @@ async def test_a_connection_that_breaks_alone_takes_no_replica_away(watch, state
     server = await state_server()
     watched = await watch(server.endpoint)
     await watched.ready("a")
-    unready = []
+    unready: list[Replica] = []
     watched.view.subscribe(
         lambda fleet: unready.extend(one for one in fleet.replicas if not one.ready)
     )
@@ -252,6 +253,8 @@ async def test_a_stale_replica_that_answers_a_request_is_not_silent(
         return answered
 
     monkeypatch.setattr(Member, "_answers", noted)
+    # A machine that stands still for a moment answers late, and that is another test.
+    monkeypatch.setattr("mural_router.fleet.member.SILENCE_TIMEOUT_S", 20.0)
     server = await state_server()
     watched = await watch(server.endpoint, stale_after_s=0.2)
     await watched.replica("a", lambda one: one.stale)
@@ -346,8 +349,8 @@ async def test_a_subscriber_that_fails_disturbs_nobody(watch, start_server, endp
     assert len(seen) == count
 
 
-async def test_the_end_of_discovery_ends_the_view(listed):
-    class Broken(listed):
+async def test_the_end_of_discovery_ends_the_view():
+    class Broken(Discovery):
         async def watch(self):
             yield ()
             raise LookupError("no such service")
