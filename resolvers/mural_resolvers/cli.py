@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import NoReturn, Protocol, runtime_checkable
 
-from mural_resolvers.errors import MuralError
+from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import redacted
 
-__all__ = ["COMMAND_GROUP", "Command", "OneLineParser", "main"]
+__all__ = ["COMMAND_GROUP", "Command", "OneLineParser", "find_command", "main"]
 
 COMMAND_GROUP = "mural.commands"
 
@@ -58,14 +58,14 @@ class _Broken:
     """Stands for a subcommand that cannot be loaded."""
 
     def __init__(self, reason: str) -> None:
-        self._reason = " ".join(reason.split())
-        self.help = f"(cannot be loaded: {self._reason})".replace("%", "%%")
+        self.reason = " ".join(reason.split())
+        self.help = f"(cannot be loaded: {self.reason})".replace("%", "%%")
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """It has none that are known."""
 
     def run(self, args: argparse.Namespace) -> int:
-        print(f"mural: {args.command} cannot be loaded: {self._reason}", file=sys.stderr)
+        print(f"mural: {args.command} cannot be loaded: {self.reason}", file=sys.stderr)
         return 1
 
 
@@ -104,6 +104,16 @@ def _load(entry_points: Iterable[_EntryPoint], arguments: Sequence[str]) -> dict
     asked = arguments[0] if arguments else ""
     names = [asked] if asked in by_name else list(by_name)
     return {name: _load_one(by_name[name]) for name in names}
+
+
+def find_command(name: str) -> Command:
+    """The subcommand of that name, which is part of Mural; raise ``InvalidInput`` with the reason
+    where it cannot be loaded."""
+    (entry,) = metadata.entry_points(group=COMMAND_GROUP, name=name)
+    found = _load_one(entry)
+    if isinstance(found, _Broken):
+        raise InvalidInput(f"`mural {name}` cannot be loaded: {found.reason}.")
+    return found
 
 
 def _load_one(entry: _EntryPoint) -> Command:

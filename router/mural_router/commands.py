@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import TYPE_CHECKING, Final
 
 from mural_resolvers.cli import OneLineParser
 from mural_resolvers.errors import InvalidInput, MuralError
@@ -23,7 +23,7 @@ from mural_resolvers.stderr_log import log_to_stderr
 if TYPE_CHECKING:
     from mural_router.config import Config
 
-__all__ = ["RouteCommand", "flag_settings", "parse_flags", "route", "route_config"]
+__all__ = ["RouteCommand", "flag_settings", "route", "route_config"]
 
 GARBAGE_LOOKED_AT: Final = 10_000
 """Objects made and not freed, after which the collector looks at the young ones."""
@@ -102,6 +102,14 @@ class RouteCommand:
             print(f"mural route: {redacted(error.message)}", file=sys.stderr)
             return 1
 
+    def check(self, given: Mapping[str, object], environment: Mapping[str, str]) -> None:
+        """Raise a ``MuralError`` for what parsed flags say and `run` could not start with."""
+        from mural_router.start_checks import check_files, check_start
+
+        settings = route_config(given, environment).settings
+        check_files(settings)
+        check_start(settings)
+
 
 route = RouteCommand()
 
@@ -127,21 +135,6 @@ def flag_settings(given: Mapping[str, object]) -> dict[str, object]:
     if given.get("no_access_log"):
         found["access_log"] = None
     return found
-
-
-def parse_flags(flags: Sequence[str], name: str) -> dict[str, object]:
-    """What flags of ``mural route`` say, in a text that another flag holds; ``name`` is that one.
-
-    Raises ``InvalidInput``.
-    """
-    parser = _Flags(prog=name, add_help=False, allow_abbrev=False)
-    route.add_arguments(parser)
-    return vars(parser.parse_args(flags))
-
-
-class _Flags(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InvalidInput(f"{self.prog}: {message}.")
 
 
 def route_config(given: Mapping[str, object], environment: Mapping[str, str]) -> Config:

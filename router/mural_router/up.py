@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TextIO
@@ -33,6 +33,9 @@ GRACE_S: Final = 35.0
 RESTART_S: Final = 2.0
 MAX_LINE_BYTES: Final = 1 << 20
 MURAL: Final = (sys.executable, "-m", "mural_resolvers.cli")
+
+REFUSAL: Final = "mural serve: "
+"""So begins the one line of a server that could not start."""
 
 _SERVING = re.compile(r"OpenAI API on https?://")
 _ROUTING = re.compile(r"routing on https?://[^:]+:(\d+)")
@@ -89,13 +92,9 @@ class UpCommand:
 
     def run(self, args: argparse.Namespace) -> int:
         """Run until a signal; 0 when all have drained, 1 when they cannot start or went."""
-        from mural_router.up_checks import check_model, check_router
-
-        given = vars(args)
         try:
-            check_model(given.get("model"))
-            plan = make_plan(given)
-            check_router(plan.router.command[len(MURAL) + 1 :], plan.environment)
+            plan = make_plan(vars(args))
+            _check(plan)
             return asyncio.run(Supervisor(plan).run())
         except MuralError as error:
             print(f"mural up: {redacted(error.message)}", file=sys.stderr)
@@ -113,6 +112,11 @@ class Child:
     command: tuple[str, ...]
     ready: re.Pattern[str]
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """What follows ``mural serve`` or ``mural route``."""
+        return self.command[len(MURAL) + 1 :]
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -123,10 +127,11 @@ class Plan:
     environment: Mapping[str, str] = field(repr=False)
     """Tokens that only these processes know, unless the environment has them already: nobody
     else can pose as the router."""
+    store: Path
 
 
 def make_plan(given: Mapping[str, object]) -> Plan:
-    """Lay out commands and ports; makes the store's folder. Raises ``InvalidInput``."""
+    """Lay out commands and ports; nothing is made yet. Raises ``InvalidInput``."""
     count = _number(given, "replicas", 2)
     if not 1 <= count <= 64:
         raise InvalidInput("--replicas: from 1 to 64.")
@@ -149,7 +154,34 @@ def make_plan(given: Mapping[str, object]) -> Plan:
         name: os.environ.get(name) or secrets.token_urlsafe(32)
         for name in ("MURAL_ROUTER_TOKEN", "MURAL_CONTROL_TOKEN")
     }
-    return Plan(servers, router, tokens)
+    return Plan(servers, router, tokens, store)
+
+
+def _check(plan: Plan) -> None:
+    """Raise a ``MuralError`` for what router or servers could not start with; makes the store."""
+    from mural_router.up_checks import check_command
+
+    environment = os.environ | dict(plan.environment)
+    check_command("route", plan.router.flags, "--route-flags", environment)
+    with _made(plan.store):
+        # The others differ by their ports alone.
+        check_command("serve", plan.servers[0].flags, "--serve-flags", environment)
+
+
+@contextlib.contextmanager
+def _made(store: Path) -> Iterator[None]:
+    """Make a folder, unless what needs it cannot be."""
+    try:
+        new = not store.exists()
+        store.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"--adapters: {store}: {error.strerror}.") from None
+    try:
+        yield
+    except MuralError:
+        if new:
+            store.rmdir()
+        raise
 
 
 def _serve_command(
@@ -197,10 +229,6 @@ def _store(path: object) -> Path:
     else:
         root = os.environ.get("XDG_DATA_HOME") or os.path.expanduser("~/.local/share")
         store = Path(root) / "mural" / "adapters"
-    try:
-        store.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"--adapters: {store}: {error.strerror}.") from None
     return store.resolve()
 
 
@@ -222,6 +250,8 @@ class Supervisor:
         self._plan = plan
         self._stop = asyncio.Event()
         self._processes: dict[str, Process] = {}
+        self._refusals: set[str] = set()
+        """Why servers could not start, as they said it."""
 
     async def run(self) -> int:
         """Start, watch, and end all; the exit status."""
@@ -265,7 +295,7 @@ class Supervisor:
             if self._stop.is_set():
                 return
             if not ready.is_set():
-                raise InvalidInput(f"{child.name} could not start (exit status {status}).")
+                raise InvalidInput(f"A server could not start (exit status {status}).")
             _say("up", f"{child.name} has ended (exit status {status}) and is started again")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), RESTART_S)
@@ -295,10 +325,33 @@ class Supervisor:
         assert process.stdout is not None
         assert process.stderr is not None
         await asyncio.gather(
-            _relay(child, process.stdout, sys.stdout, ready),
-            _relay(child, process.stderr, sys.stderr, ready),
+            self._relay(child, process.stdout, sys.stdout, ready),
+            self._relay(child, process.stderr, sys.stderr, ready),
         )
         return await process.wait()
+
+    async def _relay(
+        self, child: Child, stream: asyncio.StreamReader, to: TextIO, ready: asyncio.Event
+    ) -> None:
+        """Pass a child's lines on, with its name before them."""
+        while True:
+            try:
+                line = await stream.readline()
+            except ValueError:
+                # A line above the limit has been dropped.
+                continue
+            if not line:
+                return
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            if not ready.is_set():
+                if text in self._refusals:
+                    # Servers have the same flags, and stumble over the same thing.
+                    continue
+                if text.startswith(REFUSAL):
+                    self._refusals.add(text)
+                elif child.ready.search(text):
+                    ready.set()
+            _say(child.name, text, to)
 
     async def _end(self, names: list[str]) -> None:
         running = [self._processes[name] for name in names if name in self._processes]
@@ -319,24 +372,6 @@ def _first(error: BaseException | None) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error or InvalidInput("Everything has ended by itself.")
-
-
-async def _relay(
-    child: Child, stream: asyncio.StreamReader, to: TextIO, ready: asyncio.Event
-) -> None:
-    """Pass a child's lines on, with its name before them."""
-    while True:
-        try:
-            line = await stream.readline()
-        except ValueError:
-            # A line above the limit has been dropped.
-            continue
-        if not line:
-            return
-        text = line.decode("utf-8", "replace").rstrip("\n")
-        if not ready.is_set() and child.ready.search(text):
-            ready.set()
-        _say(child.name, text, to)
 
 
 def _say(name: str, text: str, to: TextIO | None = None) -> None:

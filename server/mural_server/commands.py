@@ -65,6 +65,13 @@ class ServeCommand:
             print(f"mural serve: {redacted(str(error))}", file=sys.stderr)
             return 1
 
+    def check(self, given: Mapping[str, object], environment: Mapping[str, str]) -> None:
+        """Raise a ``MuralError`` for what parsed flags say and `run` could not start with."""
+        try:
+            _checked(given, environment)
+        except SettingsError as error:
+            raise InvalidInput(str(error)) from None
+
 
 serve = ServeCommand()
 

