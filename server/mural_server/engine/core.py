@@ -389,6 +389,8 @@ class EngineCore:
             slots.unpin(lora_int_id)
             reply = CallError.of(Unavailable(error.message, retry_after_s=None))
         self._reply(residency.call_id, reply)
+        # With what its coming took the place of, which nobody else tells.
+        self._stats_changed = True
 
     def _finish_removals(self, adapters: Adapters) -> None:
         for removal in self._removals.copy():

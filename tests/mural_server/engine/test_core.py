@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +66,10 @@ class Driven:
 
     @property
     def loader(self) -> InstantLoader:
-        return self.core._adapters._loader
+        assert self.core._adapters is not None
+        loader = self.core._adapters._loader
+        assert isinstance(loader, InstantLoader)
+        return loader
 
     def lora(self, number: int) -> LoRARequest:
         return LoRARequest(f"t{number}:v1", number, str(self.folder))
@@ -111,8 +115,8 @@ def start(
     """``start(**settings)``: a core whose loads end at once."""
     monkeypatch.setattr(build, "AdapterLoader", InstantLoader)
 
-    def make(**settings: object) -> Driven:
-        options: dict[str, object] = {
+    def make(**settings: Any) -> Driven:
+        options: dict[str, Any] = {
             "dtype": "float32",
             "cpu_threads": 1,
             "kv_cache_memory_bytes": 4 << 20,
@@ -197,6 +201,21 @@ def test_what_is_pinned_in_host_memory_is_never_read_again_and_takes_no_slot(
         driven.run()
     assert driven.loader.loads == loads + 3
     assert {d.finish_reason for d in driven.ended.values()} == {"length"}
+
+
+def test_what_an_adapter_takes_the_place_of_is_told_with_it_not_by_the_next_heartbeat(
+    start: Callable[..., Driven],
+) -> None:
+    driven = start(max_loras=1, max_cpu_loras=2)
+    told: set[int] = set()
+    for adapter in (1, 2, 3):
+        driven.handle(AddLora(adapter, driven.lora(adapter), "host", pinned=False))
+        while driven.core.has_work:
+            driven.core.step()
+            outputs = driven.core.take_outputs()
+            if outputs is not None and outputs.stats is not None:
+                told = {info.lora_int_id for info in outputs.stats.adapters}
+    assert told == {2, 3}
 
 
 def test_a_pin_that_leaves_no_place_to_others_is_refused_and_the_adapter_stays_unpinned(
