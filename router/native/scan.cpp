@@ -8,6 +8,8 @@
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
 
+#include <sys/socket.h>
+
 #include <cstdint>
 #include <cstring>
 
@@ -710,13 +712,17 @@ PyObject* kTakeIn;
 PyObject* kDeadline;
 PyObject* kNow;
 PyObject* kBytesSent;
+PyObject* kWrite;
+PyObject* kIsClosing;
+PyObject* kGetWriteBufferSize;
 
 struct CutThrough {
   PyObject_HEAD
-  PyObject* write;  // where plain events go; all four are null while everything is taken in
-  PyObject* exchange;
+  PyObject* transport;  // where plain events go; the three are null while everything is taken in
+  PyObject* counted;
   PyObject* watch;
-  double idle_timeout_s;
+  double idle_s;
+  int fd;  // the transport's socket where bytes may be sent past it, else -1
 };
 
 CutThrough* of(PyObject* self) { return reinterpret_cast<CutThrough*>(self); }
@@ -724,16 +730,16 @@ CutThrough* of(PyObject* self) { return reinterpret_cast<CutThrough*>(self); }
 // A reference is given up last: its end may call anything.
 int cut_through_clear(PyObject* self) {
   CutThrough* it = of(self);
-  PyObject* held[] = {it->write, it->exchange, it->watch};
-  it->write = it->exchange = it->watch = nullptr;
+  PyObject* held[] = {it->transport, it->counted, it->watch};
+  it->transport = it->counted = it->watch = nullptr;
   for (PyObject* each : held) Py_XDECREF(each);
   return 0;
 }
 
 int cut_through_traverse(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
-  Py_VISIT(of(self)->write);
-  Py_VISIT(of(self)->exchange);
+  Py_VISIT(of(self)->transport);
+  Py_VISIT(of(self)->counted);
   Py_VISIT(of(self)->watch);
   return 0;
 }
@@ -747,16 +753,18 @@ void cut_through_dealloc(PyObject* self) {
 }
 
 PyObject* cut_through(PyObject* self, PyObject* arguments) {
-  PyObject *write, *exchange, *watch;
-  double idle_timeout_s;
-  if (!PyArg_ParseTuple(arguments, "OOOd", &write, &exchange, &watch, &idle_timeout_s))
+  PyObject *transport, *counted, *watch;
+  double idle_s;
+  int fd;
+  if (!PyArg_ParseTuple(arguments, "OiOOd", &transport, &fd, &counted, &watch, &idle_s))
     return nullptr;
   cut_through_clear(self);
   CutThrough* it = of(self);
-  it->write = Py_NewRef(write);
-  it->exchange = Py_NewRef(exchange);
+  it->transport = Py_NewRef(transport);
+  it->counted = Py_NewRef(counted);
   it->watch = Py_NewRef(watch);
-  it->idle_timeout_s = idle_timeout_s;
+  it->idle_s = idle_s;
+  it->fd = fd;
   Py_RETURN_NONE;
 }
 
@@ -772,39 +780,86 @@ bool note_passage(PyObject* self, CutThrough* it, Py_ssize_t size) {
   const double moment = PyFloat_AsDouble(now);
   Py_DECREF(now);
   if (moment == -1.0 && PyErr_Occurred()) return false;
-  PyObject* deadline = PyFloat_FromDouble(moment + it->idle_timeout_s);
+  PyObject* deadline = PyFloat_FromDouble(moment + it->idle_s);
   if (deadline == nullptr) return false;
   const int set = PyObject_SetAttr(self, kDeadline, deadline);
   Py_DECREF(deadline);
   if (set < 0) return false;
-  PyObject* sent = PyObject_GetAttr(it->exchange, kBytesSent);
+  PyObject* sent = PyObject_GetAttr(it->counted, kBytesSent);
   if (sent == nullptr) return false;
   const Py_ssize_t before = PyLong_AsSsize_t(sent);
   Py_DECREF(sent);
   if (before == -1 && PyErr_Occurred()) return false;
   PyObject* after = PyLong_FromSsize_t(before + size);
   if (after == nullptr) return false;
-  const int counted = PyObject_SetAttr(it->exchange, kBytesSent, after);
+  const int counted = PyObject_SetAttr(it->counted, kBytesSent, after);
   Py_DECREF(after);
   return counted == 0;
 }
 
+// Whether nothing that was written before waits in the transport, and it is not closing; -1: error.
+// Its socket is open then: a transport closes it after its protocol was told (`connection_lost`),
+// which ends what is sent here.
+int is_idle(PyObject* transport) {
+  PyObject* closing = PyObject_CallMethodObjArgs(transport, kIsClosing, nullptr);
+  if (closing == nullptr) return -1;
+  const int closes = PyObject_IsTrue(closing);
+  Py_DECREF(closing);
+  if (closes != 0) return closes < 0 ? -1 : 0;
+  PyObject* waiting = PyObject_CallMethodObjArgs(transport, kGetWriteBufferSize, nullptr);
+  if (waiting == nullptr) return -1;
+  const int waits = PyObject_IsTrue(waiting);
+  Py_DECREF(waiting);
+  return waits < 0 ? -1 : !waits;
+}
+
+// Send bytes at once, and by the transport what does not go at once.
+PyObject* send_on(PyObject* transport, int fd, PyObject* data, const char* bytes, Py_ssize_t size) {
+  Py_ssize_t sent = 0;
+  if (fd >= 0) {
+    const int idle = is_idle(transport);
+    if (idle < 0) return nullptr;
+    if (idle) sent = send(fd, bytes, static_cast<size_t>(size), MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent == size) Py_RETURN_NONE;
+  }
+  // An error, too, is the transport's to meet and to tell.
+  if (sent <= 0) return PyObject_CallMethodObjArgs(transport, kWrite, data, nullptr);
+  PyObject* rest = PyBytes_FromStringAndSize(bytes + sent, size - sent);
+  if (rest == nullptr) return nullptr;
+  PyObject* done = PyObject_CallMethodObjArgs(transport, kWrite, rest, nullptr);
+  Py_DECREF(rest);
+  return done;
+}
+
 PyObject* data_received(PyObject* self, PyObject* data) {
   CutThrough* it = of(self);
-  if (it->write != nullptr && PyBytes_Check(data)) {
+  if (it->transport != nullptr && PyBytes_Check(data)) {
     char* bytes;
     Py_ssize_t size;
     if (PyBytes_AsStringAndSize(data, &bytes, &size) < 0) return nullptr;
     if (are_plain_events(bytes, bytes + size)) {
       // First: writing may pause the connection, which sets another deadline.
       if (!note_passage(self, it, size)) return nullptr;
-      PyObject* write = Py_NewRef(it->write);
-      PyObject* done = PyObject_CallFunctionObjArgs(write, data, nullptr);
-      Py_DECREF(write);
+      PyObject* transport = Py_NewRef(it->transport);
+      PyObject* done = send_on(transport, it->fd, data, bytes, size);
+      Py_DECREF(transport);
       return done;
     }
   }
   return PyObject_CallMethodObjArgs(self, kTakeIn, data, nullptr);
+}
+
+PyObject* send_now(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 3) {
+    PyErr_SetString(PyExc_TypeError, "send_now(transport, fd, data)");
+    return nullptr;
+  }
+  const long fd = PyLong_AsLong(args[1]);
+  if (fd == -1 && PyErr_Occurred()) return nullptr;
+  char* bytes;
+  Py_ssize_t size;
+  if (PyBytes_AsStringAndSize(args[2], &bytes, &size) < 0) return nullptr;
+  return send_on(args[0], static_cast<int>(fd), args[2], bytes, size);
 }
 
 PyMethodDef cut_through_methods[] = {
@@ -832,6 +887,8 @@ PyMethodDef methods[] = {
     {"scan_answer", scan_answer, METH_O, nullptr},
     {"scan_answer_head", scan_answer_head, METH_O, nullptr},
     {"scan_events", scan_events, METH_O, nullptr},
+    {"send_now", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(send_now)),
+     METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -840,7 +897,11 @@ int fill(PyObject* module) {
   kDeadline = PyUnicode_InternFromString("deadline");
   kNow = PyUnicode_InternFromString("now");
   kBytesSent = PyUnicode_InternFromString("bytes_sent");
+  kWrite = PyUnicode_InternFromString("write");
+  kIsClosing = PyUnicode_InternFromString("is_closing");
+  kGetWriteBufferSize = PyUnicode_InternFromString("get_write_buffer_size");
   if (!kTakeIn || !kDeadline || !kNow || !kBytesSent) return -1;
+  if (!kWrite || !kIsClosing || !kGetWriteBufferSize) return -1;
   PyObject* type = PyType_FromModuleAndSpec(module, &cut_through_spec, nullptr);
   if (type == nullptr) return -1;
   const int added = PyModule_AddObjectRef(module, "CutThrough", type);

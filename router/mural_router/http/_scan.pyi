@@ -1,4 +1,4 @@
-from collections.abc import Callable
+import asyncio
 
 from mural_router.http.cut_through import Counted
 from mural_router.http.watch import Watch
@@ -12,10 +12,17 @@ def scan_request(
 def scan_answer(data: bytes, /) -> tuple[bytes, int, bool] | None: ...
 def scan_answer_head(data: bytes, /) -> bool: ...
 def scan_events(data: bytes, /) -> bool: ...
+def send_now(transport: asyncio.Transport, fd: int, data: bytes, /) -> None: ...
 
 class CutThrough:
     def data_received(self, data: bytes, /) -> None: ...
     def cut_through(
-        self, write: Callable[[bytes], object], counted: Counted, watch: Watch, idle_s: float, /
+        self,
+        transport: asyncio.Transport,
+        fd: int,
+        counted: Counted,
+        watch: Watch,
+        idle_s: float,
+        /,
     ) -> None: ...
     def take_all_in(self) -> None: ...

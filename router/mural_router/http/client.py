@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from mural_resolvers.errors import MuralError, TooLarge, Unavailable
 from mural_router.http.chunks import ChunkDecoder, ChunkError
+from mural_router.http.cut_through import plain_socket
 from mural_router.http.errors import (
     BadRequest,
     HeadTooLarge,
@@ -79,12 +80,15 @@ class ClientConnection(Watched):
         self._lingered = 0
         self.deadline = NEVER
         self.keep = True
+        self.fd = -1
+        """Its socket, where what is sent there is what the client reads: -1 with TLS."""
 
     # -- the transport's calls --------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self.transport = cast("asyncio.Transport", transport)
+        self.fd = plain_socket(self.transport)
         self.deadline = self._watch.now + self._settings.keep_alive_s
         if not self._server.admit(self):
             self.keep = False

@@ -7,12 +7,12 @@ no Python of ours at all. Where nothing native could be built each piece is take
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 from typing import TYPE_CHECKING, Protocol
 
 from mural_router.http.watch import Watch
 
-__all__ = ["Counted", "CutThrough"]
+__all__ = ["Counted", "CutThrough", "plain_socket", "send_now"]
 
 
 class Counted(Protocol):
@@ -35,22 +35,44 @@ class _TakesAllIn:
         self.take_in(data)
 
     def cut_through(
-        self, write: Callable[[bytes], object], counted: Counted, watch: Watch, idle_s: float, /
+        self,
+        transport: asyncio.Transport,
+        fd: int,
+        counted: Counted,
+        watch: Watch,
+        idle_s: float,
+        /,
     ) -> None:
-        """From here on call ``write`` with each piece that is plain events (`scan.plain_events`).
+        """From here on pieces that are plain events (`scan.plain_events`) go to ``transport``.
 
-        It is counted, and `deadline` becomes ``idle_s`` from then, by ``watch``; any other piece is
-        taken in.
+        ``fd`` is its socket, to which bytes are sent at once while nothing waits in the transport:
+        it would keep them until all that was received has been looked at; -1: not so, as where
+        there is TLS. The piece is counted, and `deadline` becomes ``idle_s`` from then, by
+        ``watch``. Any other piece is taken in.
         """
 
     def take_all_in(self) -> None:
         """Send nothing on any more."""
 
 
+def _write(transport: asyncio.Transport, fd: int, data: bytes, /) -> None:
+    """Send bytes at once while nothing waits in the transport; see `CutThrough.cut_through`."""
+    transport.write(data)
+
+
+def plain_socket(transport: asyncio.Transport) -> int:
+    """A transport's socket, if its bytes are what the peer reads; -1: they are not, or it has none."""
+    if transport.get_extra_info("ssl_object") is not None:
+        return -1
+    found = transport.get_extra_info("socket")
+    return -1 if found is None else int(found.fileno())
+
+
 if TYPE_CHECKING:
     CutThrough = _TakesAllIn
+    send_now = _write
 else:
     try:
-        from mural_router.http._scan import CutThrough
+        from mural_router.http._scan import CutThrough, send_now
     except ImportError:
-        CutThrough = _TakesAllIn
+        CutThrough, send_now = _TakesAllIn, _write

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from mural_resolvers.errors import MuralError
+from mural_router.http.cut_through import send_now
 from mural_router.http.errors import answer_fields, error_json
 from mural_router.http.head import RequestHead
 
@@ -120,12 +122,16 @@ class Exchange:
         """Send bytes of the answer, framing included."""
         if self._connection is not None:
             self.bytes_sent += len(data)
-            self._connection.transport.write(data)
+            send_now(self._connection.transport, self._connection.fd, data)
 
     @property
-    def send(self) -> Callable[[bytes], object] | None:
-        """What `write` sends by, for who counts the bytes; None once the client is gone."""
-        return None if self._connection is None else self._connection.transport.write
+    def way(self) -> tuple[asyncio.Transport, int] | None:
+        """The transport that `write` writes to, and its socket or -1 (`CutThrough.cut_through`).
+
+        None once the client is gone.
+        """
+        connection = self._connection
+        return None if connection is None else (connection.transport, connection.fd)
 
     def finish(self) -> None:
         """The answer is complete: the next request may come."""

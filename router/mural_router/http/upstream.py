@@ -11,7 +11,7 @@ from typing import Final, Protocol, cast
 
 from mural_router.fleet.endpoint import Address, Endpoint
 from mural_router.http.chunks import ChunkDecoder, ChunkError
-from mural_router.http.cut_through import Counted, CutThrough
+from mural_router.http.cut_through import Counted, CutThrough, plain_socket, send_now
 from mural_router.http.errors import BrokenAnswer
 from mural_router.http.head import END, ResponseHead, parse_response_head
 from mural_router.http.settings import HttpSettings
@@ -28,6 +28,8 @@ __all__ = [
 
 _MAX_HEAD_BYTES: Final = 65_536
 _MAX_INTERIM_ANSWERS: Final = 8
+_JOINED_BYTES: Final = 65_536
+"""Up to here one piece is sent rather than several."""
 
 
 class ConnectFailed(Exception):
@@ -99,6 +101,7 @@ class ReplicaConnection(Watched, CutThrough):
         self._sending = False
         self._paused = False
         self._closed = False
+        self._fd = -1
         self.deadline = NEVER
 
     # -- the caller's side ------------------------------------------------------------------------
@@ -123,16 +126,20 @@ class ReplicaConnection(Watched, CutThrough):
         self.requests += 1
         self._sending = not complete
         self.deadline = self._watch.now + self._pool.settings.first_byte_timeout_s
-        self.transport.writelines(list(pieces))
+        parts = list(pieces)
+        if sum(map(len, parts)) <= _JOINED_BYTES:
+            send_now(self.transport, self._fd, b"".join(parts))
+        else:
+            self.transport.writelines(parts)
 
-    def pass_on(self, write: Callable[[bytes], object], counted: Counted) -> None:
-        """Send pieces that are plain events by ``write``, until the caller has to be told of one.
+    def pass_on(self, transport: asyncio.Transport, fd: int, counted: Counted) -> None:
+        """Send pieces that are plain events on, until the caller has to be told of one.
 
         For one that has no part of a chunk, and none of an event, in its hands.
         """
         decoder = self._decoder
         if decoder is not None and decoder.whole and not decoder.done:
-            self.cut_through(write, counted, self._watch, self._idle_timeout_s)
+            self.cut_through(transport, fd, counted, self._watch, self._idle_timeout_s)
 
     def send_more(self, data: bytes) -> None:
         """A piece of a body that is passed on."""
@@ -198,6 +205,7 @@ class ReplicaConnection(Watched, CutThrough):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are no subclass of asyncio's.
         self.transport = cast("asyncio.Transport", transport)
+        self._fd = plain_socket(self.transport)
         self._pool.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from mural_resolvers.errors import MuralError
 from mural_resolvers.redaction import holds_secret
+from mural_router.http.cut_through import send_now
 from mural_router.http.exchange import WholeExchange, status_line
 from mural_router.http.head import ResponseHead, parse_request_head
 from mural_router.http.scan import plain_answer, plain_answer_head, plain_request
@@ -242,7 +243,7 @@ class _Carried(_Express, Caller):
         assert replica is not None
         replica.answered_whole()
         self.bytes_sent = len(sent)
-        connection.transport.write(sent)
+        send_now(connection.transport, connection.fd, sent)
         self.finish()
         prompt, completion = find_usage(body) or (None, None)
         self._lane.unfolding.finish(

@@ -235,10 +235,10 @@ class Relay(Caller, Reader):
 
     def _let_pass(self) -> None:
         """Nothing is held: plain events go on as they come, as `EventRelay.feed` would have it."""
-        send, connection = self._exchange.send, self._connection
+        way, connection = self._exchange.way, self._connection
         # Writing may have shown that the client is gone.
-        if send is not None and connection is not None:
-            connection.pass_on(send, self._exchange)
+        if way is not None and connection is not None:
+            connection.pass_on(*way, self._exchange)
 
     def answer_ends(self) -> None:
         self._connection = None

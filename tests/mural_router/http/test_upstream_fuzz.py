@@ -45,7 +45,7 @@ class Silent(asyncio.Transport):
         super().__init__()
         self.aborted = False
 
-    def writelines(self, list_of_data: object) -> None:
+    def write(self, data: object) -> None:
         pass
 
     def abort(self) -> None:
