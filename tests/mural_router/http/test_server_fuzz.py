@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import pairwise
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 from hypothesis import example, given, settings
@@ -145,7 +145,7 @@ def played(pieces: list[bytes], *, express: bool = False, late: bool = False) ->
         watch = Watch(asyncio.get_running_loop())
         keeper = Keeper(late=late)
         server = Server(HttpSettings(), keeper, watch, keeper.express if express else None)
-        connection = cast("asyncio.Protocol", server.connection())
+        connection = server.connection()
         transport = Recorder()
         connection.connection_made(transport)
         for piece in pieces:

@@ -49,7 +49,7 @@ class ScriptedRouted(Routed):
     def may_retry(self, status: int, mark: str | None) -> bool:
         return status == 401 or (status in (502, 503) and mark == "elsewhere")
 
-    def answered(self, status: int) -> None:
+    def answered(self, status: int, served: str | None = None) -> None:
         self._routing.statuses.append(status)
 
     def done(self, outcome: Outcome) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,7 +23,9 @@ from mural_resolvers.names import parse_name
 from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
 from mural_resolvers.tenants.keys import hash_secret
 from mural_router.fleet.endpoint import Endpoint, Engine
+from mural_router.http.server import Server
 from mural_router.http.settings import HttpSettings, TlsSettings
+from mural_router.limits.limiter import Limiter
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
 from mural_router.placement import Base, Fleet, PlacementPolicy, Replica, Residency
@@ -82,6 +85,11 @@ class Client:
 
     def send(self, *pieces: bytes) -> None:
         self.writer.writelines(pieces)
+
+    @property
+    def reading(self) -> Any:
+        """To pause and resume it: asyncio knows a writer's transport for writing alone."""
+        return self.writer.transport
 
     async def answer(self) -> bytes:
         """One whole answer; 1xx before it included."""
@@ -145,7 +153,7 @@ class Setting:
     auth: str = "keys"
     http: HttpSettings = HTTP
     source: VersionSource | None = None
-    limiter: Callable[[], object] | None = None
+    limiter: Callable[[], Limiter] | None = None
     queue_wait_s: float = 0.05
     warm: bool = True
     tls: bool = False
@@ -224,9 +232,11 @@ class Here:
             source.endpoints[name] = await self.replicas[name].listen(
                 name, setting.engine, self.replica_context
             )
-            reports = setting.engine == "mural"
-            sizes = {"slots": 4, "max_num_seqs": 4, "max_lora_rank": 8} if reports else {}
-            made.append(Replica(name, adapters=adapters, reports=reports, **sizes))
+            made.append(
+                Replica(name, adapters=adapters, slots=4, max_num_seqs=4, max_lora_rank=8)
+                if setting.engine == "mural"
+                else Replica(name, adapters=adapters, reports=False)
+            )
         self._authorities = {
             name: endpoint.authority.encode() for name, endpoint in source.endpoints.items()
         }
@@ -242,7 +252,7 @@ class Here:
         )
         self.queue: FairQueue[Attempt] = FairQueue(clock=self.clock)
         self.metrics = RouterMetrics(clock=self.clock)
-        self.limiter = (setting.limiter or (lambda: LocalLimiter(self.clock)))()
+        self.limiter: Limiter = (setting.limiter or (lambda: LocalLimiter(self.clock)))()
         self.breakers = Breakers(BreakerSettings(failures=2), draw=lambda: 0.5)
         self.versions = Versions(setting.source, clock=self.clock, draw=lambda: 0.0)
         self.log = AccessLog(flush_s=60, write=self._write)
@@ -264,7 +274,7 @@ class Here:
                 clock=lambda: self.today,
             ),
             versions=self.versions,
-            limiter=self.limiter,  # type: ignore[arg-type] # or a test's own
+            limiter=self.limiter,
             queue=self.queue,
             dispatch=self.dispatch,
             budget=self.budget,
@@ -299,8 +309,10 @@ class Here:
         self.lines += [json.loads(line) for line in data.splitlines()]
 
     @property
-    def server(self) -> object:
-        return self.proxy._server  # type: ignore[attr-defined]
+    def server(self) -> Server:
+        found = vars(self.proxy)["_server"]
+        assert isinstance(found, Server)
+        return found
 
     async def client(self) -> Client:
         streams = await asyncio.open_connection(
@@ -333,10 +345,16 @@ class Here:
             )
         )
 
-    async def until(self, so: Callable[[], bool]) -> None:
+    async def until(self, so: Callable[[], object]) -> None:
         async with asyncio.timeout(BOUND_S):
             while not so():  # noqa: ASYNC110 - nothing tells of it
                 await asyncio.sleep(0.001)
+
+    async def has_had(self, requests: int) -> None:
+        await self.until(lambda: self.proxy.state().requests_total == requests)
+
+    async def replica_has_had(self, name: str, requests: int) -> None:
+        await self.until(lambda: len(self.replicas[name].requests) == requests)
 
     async def at_rest(self) -> None:
         await self.until(lambda: self.proxy.state().requests == 0)
@@ -362,7 +380,7 @@ class Here:
             "state": state,
             "log": [_without_times(line) for line in self.lines],
             "metrics": counts(self.metrics.exposition().decode()),
-            "limits": self.limiter.snapshot(),  # type: ignore[attr-defined]
+            "limits": self.limiter.snapshot(),
             "breakers": (self.breakers.states(self.now), self.breakers.troubled),
             "budget": round(self.budget._balance, 6),
             "suspected": self.source.suspected,

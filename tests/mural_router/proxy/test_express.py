@@ -73,17 +73,17 @@ async def test_nothing_of_a_request_stays_until_the_collector_comes(here: Here) 
 async def test_who_takes_no_answers_is_asked_for_no_more_requests(here: Here) -> None:
     here.replicas["a"].usual = says(whole(b'{"text":"%b"}' % (b"x" * 50_000)))
     client = await here.client()
-    client.writer.transport.pause_reading()
+    client.reading.pause_reading()
     sent = 0
     while not any(each._unread_answers for each in here.server._connections):
         client.send(request(key=ADMIN))
         sent += 1
-        await here.until(lambda all=1 + sent: here.proxy.state().requests_total == all)
+        await here.has_had(1 + sent)
         await here.at_rest()
     client.send(request(key=ADMIN, prompt="later"))
     await here.ask(key=ADMIN)
     assert here.proxy.state().requests_total == 2 + sent
-    client.writer.transport.resume_reading()
+    client.reading.resume_reading()
     for _ in range(sent + 1):
         await client.answer()
     assert here.used.count("whole") > 1

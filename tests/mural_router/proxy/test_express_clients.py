@@ -84,10 +84,10 @@ async def a_client_reads_slowly(here: Here) -> None:
     event = chunk(b"data: " + b"x" * 500_000 + b"\n\n")
     here.plays(says(EVENTS, *[event] * 16, LAST_CHUNK))
     client = await here.client()
-    client.writer.transport.pause_reading()
+    client.reading.pause_reading()
     client.send(request(stream=True))
     await here.until(lambda: any(each._unread_answers for each in here.server._connections))
-    client.writer.transport.resume_reading()
+    client.reading.resume_reading()
     assert len(await client.answer()) > 500_000 * 16
 
 
@@ -131,7 +131,7 @@ async def a_body_that_comes_after_its_head(here: Here) -> None:
         head, body = request(prompt=f"{number}").split(b"\r\n\r\n")
         before = here.proxy.state().requests_total
         client.send(head + b"\r\n\r\n")
-        await here.until(lambda before=before: here.proxy.state().requests_total == before + 1)
+        await here.has_had(before + 1)
         client.send(body)
         await client.answer()
 

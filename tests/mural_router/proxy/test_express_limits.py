@@ -8,6 +8,7 @@ import pytest
 
 from mural_resolvers.tenants import Principal, TenantLimits
 from mural_router.http.scan import plain_request
+from mural_router.limits.limiter import Hold
 from mural_router.limits.local import LocalLimiter
 from tests.mural_router.proxy.express_scenarios import Scenario, Scenarios
 from tests.mural_router.proxy.express_stage import (
@@ -86,12 +87,14 @@ class Asking(LocalLimiter):
 
     asks = 0
 
-    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> object:
+    def enter_now(  # type: ignore[override] # as a limiter may that is not local
+        self, principal: Principal, sequences: int, tokens: int
+    ) -> Hold | None:
         if principal.tenant is None:
             return super().enter_now(principal, sequences, tokens)
         return None
 
-    async def enter(self, principal: Principal, sequences: int, tokens: int) -> object:
+    async def enter(self, principal: Principal, sequences: int, tokens: int) -> Hold:
         self.asks += 1
         return super().enter_now(principal, sequences, tokens)
 
@@ -100,12 +103,13 @@ class Asking(LocalLimiter):
 async def a_limiter_that_has_to_ask(here: Here) -> None:
     for _ in range(3):
         await here.ask()
+    assert isinstance(here.limiter, Asking)
     assert here.limiter.asks == 3
     assert here.limiter.snapshot().refused == {"requests": 1}
 
 
 class Broken(LocalLimiter):
-    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> object:
+    def enter_now(self, principal: Principal, sequences: int, tokens: int) -> Hold:
         if principal.tenant is None:
             return super().enter_now(principal, sequences, tokens)
         raise RuntimeError("a fault of the limiter's")

@@ -183,7 +183,7 @@ async def an_attempt_is_counted_while_it_is_on_its_way(here: Here) -> None:
         here.plays(answers_after(go, *answer))
         client = await here.client()
         client.send(request())
-        await here.until(lambda before=before: len(here.replicas["a"].requests) == before + 1)
+        await here.replica_has_had("a", before + 1)
         here.seen.append("\n".join(counts(here.metrics.exposition().decode())).encode())
         assert here.dispatch.ledger.in_flight("a") == 1
         assert here.limiter.snapshot().tenants == ()

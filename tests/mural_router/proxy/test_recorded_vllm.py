@@ -10,6 +10,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ class Played:
     troubled: bool
 
 
-async def played(authorities: str, express: bool, *pieces: bytes, **members: object) -> Played:
+async def played(authorities: str, express: bool, *pieces: bytes, **members: Any) -> Played:
     here = Here(SETTING, authorities, express=express)
     await here.begin()
     home = next(name for name, each in here.replicas.items() if each.requests)
@@ -94,7 +95,7 @@ async def played(authorities: str, express: bool, *pieces: bytes, **members: obj
     answer = await here.ask(**members)
     await here.at_rest()
     troubled = bool(here.breakers.troubled)
-    (tenant,) = here.limiter.snapshot().tenants  # type: ignore[attr-defined] # a test may put its own there
+    (tenant,) = here.limiter.snapshot().tenants
     asked = {name: len(each.requests) - (name == home) for name, each in here.replicas.items()}
     await here.end()
     return Played(home, answer, here.used, here.lines[-1], tenant.tokens, asked, troubled)
