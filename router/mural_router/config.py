@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from mural_resolvers.conversion import in_file
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_router.settings import (
     RELOADED,
@@ -85,7 +87,7 @@ class Config:
             raw = await asyncio.to_thread(read_config, self._path)
             if not raw and self._taken != _fingerprint(raw):
                 # As a full disk leaves one. Whoever means it starts the router anew.
-                raise InvalidInput(f"{self._path} says nothing any more.")
+                raise InvalidInput(f"{self._path}: this says nothing any more.")
         except InvalidInput as error:
             self._refuse("", error)
             return
@@ -126,7 +128,19 @@ class Config:
         return msgspec.structs.replace(self.settings, **changed)
 
     def _parse(self, raw: Mapping[str, object]) -> RouterSettings:
-        return convert_settings(merged(raw, self._flags), self.secrets)
+        try:
+            return convert_settings(merged(raw, self._flags), self.secrets)
+        except InvalidInput as error:
+            with in_file(self._blamed(error.message)):
+                raise
+
+    def _blamed(self, message: str) -> str | None:
+        """Where what a message speaks of was said."""
+        if self._path is None:
+            return None
+        field = re.split(r"[^a-z_]", message, maxsplit=1)[0]
+        of_file = field in RouterSettings.__struct_fields__ and field not in self._flags
+        return str(self._path) if of_file or not self._flags else f"{self._path} and the flags"
 
     def _refuse(self, found: str, error: MuralError) -> None:
         """Tell it once, as long as it is the same."""

@@ -6,9 +6,7 @@ rest at the next start.
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -17,10 +15,9 @@ from typing import Final, Literal
 
 import msgspec
 
+from mural_resolvers.conversion import converted, in_file, read_yaml, wanted
 from mural_resolvers.errors import InvalidInput
-from mural_resolvers.files import read_settings
 from mural_resolvers.redaction import redacted
-from mural_resolvers.strict_yaml import parse_yaml
 from mural_router.cluster import Cluster
 from mural_router.fleet.places import open_discovery
 from mural_router.http.settings import HttpSettings
@@ -265,16 +262,25 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "redis.timeout_s": self.redis.timeout_s,
             "redis.routers": self.redis.routers,
         }
+        not_negative = {
+            "retry.ratio": self.retry.ratio,
+            "retry.min_per_s": self.retry.min_per_s,
+            "metrics_adapters": self.metrics_adapters,
+            "shutdown_grace_s": self.shutdown_grace_s,
+        }
         return (
             *(
-                (value > 0, f"{name}: a number above 0 is wanted.")
+                (value > 0, f"{name}: {wanted('a number above 0', value)}.")
                 for name, value in positive.items()
             ),
-            (self.retry.ratio >= 0, "retry.ratio: 0 or more is wanted."),
-            (self.retry.min_per_s >= 0, "retry.min_per_s: 0 or more is wanted."),
-            (0 <= self.trace_sample_ratio <= 1, "trace_sample_ratio: 0 to 1 is wanted."),
-            (self.metrics_adapters >= 0, "metrics_adapters: 0 or more is wanted."),
-            (self.shutdown_grace_s >= 0, "shutdown_grace_s: 0 or more is wanted."),
+            *(
+                (value >= 0, f"{name}: {wanted('0 or more', value)}.")
+                for name, value in not_negative.items()
+            ),
+            (
+                0 <= self.trace_sample_ratio <= 1,
+                f"trace_sample_ratio: {wanted('0 to 1', self.trace_sample_ratio)}.",
+            ),
         )
 
 
@@ -285,21 +291,9 @@ def _no_file(path: str | None) -> str:
 
 def read_config(path: Path) -> dict[str, object]:
     """The file as text and mappings; raise ``InvalidInput`` for what is no mapping in YAML."""
-    try:
-        data = read_settings(path, MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise InvalidInput(f"The settings cannot be read: {path}: {error.strerror}.") from None
-    if len(data) > MAX_CONFIG_BYTES:
-        raise InvalidInput(f"{path} is larger than {MAX_CONFIG_BYTES} bytes.")
-    try:
-        found = parse_yaml(data)
-    except InvalidInput as error:
-        raise InvalidInput(f"{path}: {error.message}") from None
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise InvalidInput(f"{path}: settings by name are wanted.")
-    return {str(name): value for name, value in found.items()}
+    with in_file(path):
+        raw = read_yaml(path, MAX_CONFIG_BYTES)
+        return {} if raw is None else converted(raw, dict[str, object])
 
 
 def merged(under: Mapping[str, object], over: Mapping[str, object]) -> dict[str, object]:
@@ -315,12 +309,8 @@ def merged(under: Mapping[str, object], over: Mapping[str, object]) -> dict[str,
 
 
 def convert_settings(raw: Mapping[str, object], secrets: Secrets) -> RouterSettings:
-    """Read settings and check them; raise ``InvalidInput`` naming the place, never a value."""
-    settings = _converted(raw)
-    place = _unbounded(settings)
-    if place is not None:
-        # No comparison finds what is not a number, and no wait may be endless.
-        raise InvalidInput(f"{place}: a finite number is wanted.")
+    """Read settings and check them; raise ``InvalidInput`` naming the place."""
+    settings = converted(dict(raw), RouterSettings)
     http = raw.get("http")
     if not (isinstance(http, dict) and http.get("host")):
         host = "127.0.0.1" if settings.resolved_auth(secrets) == "open" else "0.0.0.0"
@@ -329,42 +319,6 @@ def convert_settings(raw: Mapping[str, object], secrets: Secrets) -> RouterSetti
         )
     settings.validate(secrets)
     return settings
-
-
-def _unbounded(settings: object) -> str | None:
-    """Where a number stands that is infinite or none; None: nowhere."""
-    names: tuple[str, ...] = getattr(settings, "__struct_fields__", ())
-    names = names or getattr(settings, "__slots__", ())
-    for name in names:
-        value = getattr(settings, name)
-        if isinstance(value, float) and not math.isfinite(value):
-            return str(name)
-        below = _unbounded(value)
-        if below is not None:
-            return f"{name}.{below}"
-    return None
-
-
-def _converted(raw: Mapping[str, object]) -> RouterSettings:
-    for field in msgspec.structs.fields(RouterSettings):
-        given = raw.get(field.name)
-        if dataclasses.is_dataclass(field.type) and isinstance(given, Mapping):
-            # Of these msgspec would pass over a name that it does not know.
-            known = {each.name for each in dataclasses.fields(field.type)}
-            for name in sorted(str(name) for name in given.keys() - known):
-                raise InvalidInput(
-                    f"settings: {field.name}: Object contains unknown field {redacted(name)}."
-                )
-    try:
-        return msgspec.convert(dict(raw), RouterSettings, strict=False)
-    except msgspec.ValidationError as error:
-        problem, found, place = str(error).rpartition(" - at `$")
-        where = f"{place.rstrip('`').lstrip('.')}: " if found else ""
-        text = (problem if found else str(error)).replace("`", "")
-        if text.startswith("Invalid enum value"):
-            # What stands there instead may be a secret that came there by mistake.
-            text = text.partition(" '")[0]
-        raise InvalidInput(f"settings: {where}{redacted(text)}.") from None
 
 
 def is_loopback(host: str) -> bool:

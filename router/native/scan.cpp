@@ -20,6 +20,7 @@ constexpr Py_ssize_t kMaxAuthorization = 512;
 constexpr Py_ssize_t kMaxModel = 512;
 constexpr Py_ssize_t kMaxRequestId = 128;
 constexpr int kMaxDigits = 9;
+constexpr Py_ssize_t kMaxListOfPrompts = 1 << 20;  // as routing/inspect_body.py counts them
 constexpr Py_ssize_t kMaxAnswerHead = 16384;  // much below what http/upstream.py takes
 
 struct Slice {
@@ -326,6 +327,26 @@ bool read_stream_options(Json& json, bool& asks_usage) {
   return json.take('}');
 }
 
+// A text, a list of token ids, or a list of one prompt: one sequence. Others are counted elsewhere.
+bool read_prompt(Json& json) {
+  Slice inside;
+  bool plain;
+  const char* begin = json.at;
+  if (json.at == json.end || *json.at != '[') return json.text(inside, plain);
+  ++json.at;
+  json.space();
+  if (json.take(']')) return true;
+  const bool of_prompts = json.at < json.end && (*json.at == '"' || *json.at == '[');
+  for (;;) {
+    if (!json.value(2)) return false;
+    json.space();
+    if (json.take(']')) break;
+    if (of_prompts || !json.take(',')) return false;
+    json.space();
+  }
+  return !of_prompts || json.at - begin <= kMaxListOfPrompts;
+}
+
 bool read_member(Json& json, Body& body) {
   Slice name, inside;
   bool plain;
@@ -338,7 +359,9 @@ bool read_member(Json& json, Body& body) {
   body.seen |= member;
   Slice whole;
   whole.begin = json.at;
-  if (member == kModel || member == kPrompt || member == kUser) {
+  if (member == kPrompt) {
+    if (!read_prompt(json)) return false;
+  } else if (member == kModel || member == kUser) {
     if (!json.text(inside, plain)) return false;
     if (member == kModel) {
       if (!plain || inside.size() > kMaxModel) return false;

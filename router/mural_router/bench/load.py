@@ -296,7 +296,7 @@ def _request(kind: str, prompt: str, number: int, key: str) -> bytes:
     text = prompt.ljust(370, "x")
     members = {
         "model": f"acme/a{number:02}:v1",
-        # A list of one is a form that is counted before it is sent on.
+        # So some clients send a single prompt.
         "prompt": [text] if kind == "listed" else text,
         "max_tokens": 32,
         "stream": kind in ("burst", "chunks", "streams"),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
+from mural_resolvers.conversion import converted
 from mural_resolvers.errors import InvalidInput, UnusableAdapter
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.store import Aliases
@@ -28,9 +29,6 @@ class _Target(msgspec.Struct, forbid_unknown_fields=True):
     weight: float = 1.0
 
 
-T = TypeVar("T")
-
-
 def parse_aliases_file(data: bytes) -> _InForce:
     """Read ``tenant/adapter: {alias: [{version, weight}]}``; raise a ``MuralError``.
 
@@ -38,38 +36,31 @@ def parse_aliases_file(data: bytes) -> _InForce:
     """
     if len(data) > MAX_FILE_BYTES:
         raise InvalidInput(f"The aliases file is larger than {MAX_FILE_BYTES} bytes.")
-    form = _read("The aliases file", parse_yaml(data) or {}, dict[str, object])
+    # Level by level: msgspec's own place has no names of adapters and aliases.
+    form = converted(parse_yaml(data) or {}, dict[str, object])
     found: dict[tuple[str, str], Aliases] = {}
     for text, fields in form.items():
         if ":" in text:
-            raise InvalidInput(f"The aliases file: {text[:80]} is no adapter, but a version.")
+            raise InvalidInput(f"{text[:80]}: this is no adapter, but a version.")
         name = parse_name(text)
-        where = f"The aliases file, {text[:80]}"
+        where = text[:80]
         aliases = {
-            alias: _read(f"{where}, {alias[:80]}", targets, list[_Target])
-            for alias, targets in _read(where, fields, dict[str, object]).items()
+            alias: converted(targets, list[_Target], f"{where}.{alias[:80]}")
+            for alias, targets in converted(fields, dict[str, object], where).items()
         }
         for alias, targets in aliases.items():
             for target in targets:
                 if target.version in aliases:
                     # Versions and aliases share no names, so it could never be found.
                     raise InvalidInput(
-                        f"The aliases file, {text}: {alias[:80]} stands for {target.version[:80]}, "
+                        f"{where}.{alias[:80]}: this stands for {target.version[:80]}, "
                         "which is an alias, too: name a version."
                     )
         try:
             found[name.tenant, name.adapter] = parse_aliases(encode_aliases(_targets(aliases)))
         except UnusableAdapter as error:
-            raise InvalidInput(f"The aliases file, {name.tenant}: {error.message}") from None
+            raise InvalidInput(f"{where}: {error.message}") from None
     return found
-
-
-def _read(where: str, value: object, kind: type[T]) -> T:
-    """Read one level: msgspec's own place has no names of adapters and aliases."""
-    try:
-        return msgspec.convert(value, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"{where}: {error}.") from None
 
 
 def _targets(aliases: dict[str, list[_Target]]) -> Aliases:

@@ -95,11 +95,23 @@ class Writer:
         ]
         return self.joined("{", parts, "}")
 
+    def prompt(self) -> str:
+        """A text; or a list: of token ids, or of prompts, mostly one."""
+        random = self.random
+        kind = random.randrange(4)
+        if kind < 2:
+            return self.text()
+        if kind == 2:
+            ids = range(random.randrange(4))
+            return self.joined("[", [self.either(NUMBERS, ODD_NUMBERS) for _ in ids], "]")
+        prompts = range(2 if self.is_odd() else 1)
+        return self.joined("[", [self.prompt() for _ in prompts], "]")
+
     def body(self) -> str:
         random = self.random
         members = [("model", f'"{self.either(MODELS, ODD_MODELS)}"')]
         usual: dict[str, Callable[[], str]] = {
-            "prompt": self.text,
+            "prompt": self.prompt,
             "messages": self.value,
             "stream": lambda: random.choice(("true", "false")),
             "max_tokens": lambda: random.choice(("0", "1", "16", "999999999")),
