@@ -61,7 +61,7 @@ def _write(transport: asyncio.Transport, fd: int, data: bytes, /) -> None:
 
 
 def plain_socket(transport: asyncio.Transport) -> int:
-    """A transport's socket, if its bytes are what the peer reads; -1: they are not, or it has none."""
+    """A transport's socket; -1 where it has none, or what is sent is not what the peer reads."""
     if transport.get_extra_info("ssl_object") is not None:
         return -1
     found = transport.get_extra_info("socket")

@@ -21,10 +21,10 @@ PlainRequest = tuple[bytes, int, int, bool, int, int, int, bool, str | None, byt
 """One whole request to generate one sequence, with none of the rarer fields and members.
 
 A key of its path, ``=`` and its Authorization where there is one, and its model, each on a line;
-the bytes of its prompt (a text, or a list of token ids or of one prompt); its bound of tokens, or -1; whether it streams; where its body begins, and
-where in the whole the model's value begins and ends, with its quotes; whether it asks for the
-usage at a stream's end; its own request id, or None; the fields of its trace (``traceparent``,
-``tracestate``), each after a CRLF.
+the bytes of its prompt (a text, or a list of token ids or of one prompt); its bound of tokens, or
+-1; whether it streams; where its body begins, and where in the whole the model's value begins and
+ends, with its quotes; whether it asks for the usage at a stream's end; its own request id, or None;
+the fields of its trace (``traceparent``, ``tracestate``), each after a CRLF.
 """
 
 PlainAnswer = tuple[bytes, int, bool]
