@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
+from moto.server import ThreadedMotoServer
+
 from tests.mural_server.api import scripted_server
 
 byte_tokenizer = scripted_server.byte_tokenizer_fixture
@@ -11,3 +16,13 @@ server = scripted_server.server
 adapter_dir = scripted_server.adapter_dir
 make_adapter = scripted_server.make_adapter
 server_in_thread = scripted_server.server_in_thread
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint() -> Iterator[str]:
+    """moto's S3 server in a thread of this process. What is in its buckets stays there."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()

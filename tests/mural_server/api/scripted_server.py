@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,6 +17,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+import uvicorn.server
 from safetensors.numpy import save_file
 from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -33,6 +35,7 @@ from mural_server.engine.messages import (
     AdapterLevel,
     EngineRequest,
     EngineStats,
+    FinishReason,
     FreedBytes,
     RequestDelta,
     TokenLogprobs,
@@ -88,7 +91,7 @@ class ScriptedEngine(EngineClient):
             ),
         )
         self.script: Script = lambda request: [b"hello", b" ", b"world"]
-        self.finish_reason = "stop"
+        self.finish_reason: FinishReason = "stop"
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []
         self.loads: list[LoRARequest] = []
@@ -233,6 +236,10 @@ def logprob(token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, 1, others)
 
 
+UNUSED_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Of clients of plain ports: a context that knows the world's authorities takes 40 ms to make."""
+
+
 class Server:
     """A running server, and clients of it."""
 
@@ -245,10 +252,12 @@ class Server:
         self.control_url = f"http://127.0.0.1:{ports[1]}"
         self.stop = asyncio.Event()
         self.exit_status: asyncio.Task[int]
-        self.http = httpx.AsyncClient(base_url=self.url, timeout=20)
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=20, verify=UNUSED_TLS)
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        http = openai.DefaultAsyncHttpxClient(verify=UNUSED_TLS)
+        url = f"{self.url}/v1"
+        return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, http_client=http)
 
     async def post(self, path: str, body: Any, key: str | None = None) -> httpx.Response:
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
@@ -267,9 +276,21 @@ class Server:
 StartServer = Callable[..., Awaitable[Server]]
 
 
+class Hurried:
+    """asyncio for uvicorn, which looks but ten times a second whether it shall end, and then waits
+    as long again: a fifth of a second for each of hundreds of servers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, delay_s: float) -> None:
+        await asyncio.sleep(delay_s / 10)
+
+
 @asynccontextmanager
 async def running_server(engine: ScriptedEngine, settings: ServerSettings) -> AsyncIterator[Server]:
     settings.validate()
+    uvicorn.server.asyncio = Hurried()  # type: ignore[attr-defined,assignment] # stands for the module
     sockets = [listen("127.0.0.1", 0, flag) for flag in ("--port", "--control-port")]
     for bound in sockets:
         # As uvloop does, which a server runs on; asyncio's own loop leaves it out for such sockets,

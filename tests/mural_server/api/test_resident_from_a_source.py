@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 from mural_server.protocol import ControlClient, ControlError
@@ -16,18 +16,13 @@ BUCKET = "adapters"
 
 
 @pytest.fixture
-def store(monkeypatch):
-    """The endpoint of an S3 server with an empty bucket."""
+def store(s3_endpoint, monkeypatch):
+    """The endpoint of an S3 server with a bucket."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mural")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "muralsecret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=BUCKET)
-    yield endpoint
-    server.stop()
+    boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket=BUCKET)
+    return s3_endpoint
 
 
 @pytest.fixture
@@ -68,7 +63,7 @@ def publish(server, source: str, name: str, folder: Path) -> str:
     return manifest.digest
 
 
-async def refused(control: ControlClient, name: str, **more: object) -> ControlError:
+async def refused(control: ControlClient, name: str, **more: Any) -> ControlError:
     with pytest.raises(ControlError) as caught:
         await control.set_resident(name, **more)
     return caught.value

@@ -8,12 +8,10 @@ from __future__ import annotations
 import re
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from mural_resolvers.disk_cache import CacheUsage, DiskCache
 from mural_resolvers.errors import InvalidInput
@@ -26,18 +24,13 @@ BUCKET = "adapters"
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The endpoint of an S3 server with an empty bucket."""
+def store(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The endpoint of an S3 server with a bucket."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mural")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "muralsecret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=BUCKET)
-    yield endpoint
-    server.stop()
+    boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket=BUCKET)
+    return s3_endpoint
 
 
 def publish(endpoint: str, key: str, folder: Path) -> None:
@@ -169,7 +162,7 @@ def test_the_log_says_where_the_sources_are():
     ("text", "reason"),
     [
         ("resolvers: [{type: ftp}]", "known are directory, hub, s3"),
-        ("resolvers: [{path: /x}]", r"resolvers\[0\]: type is missing"),
+        ("resolvers: [{path: /x}]", r"resolvers\[0\]\.type: s3, hub, directory or another"),
         ("resolvers: [{type: s3, bucket: b, colour: red}]", "colour"),
         ("resolvers: [{type: hub, colour: red}]", "colour"),
         ("resolvers: [{type: directory}]", "path"),
@@ -177,9 +170,11 @@ def test_the_log_says_where_the_sources_are():
         ("cache: {quota: much}\nresolvers: []", "no size"),
         ("cache: {colour: red}\nresolvers: []", "colour"),
         ("fetch: {cold_burst: 0}\nresolvers: []", "fetch.cold_burst"),
-        ("resolvers: {", "line 1: this is not YAML"),
-        ("- 1", "Expected"),
-        ("&a [*a]", "Expected|YAML"),
+        ("cache: {verify: so}\nresolvers: []", "cache.verify: true or false is wanted, not 'so'"),
+        ("fetch: {deadline_s: inf}\nresolvers: []", "fetch.deadline_s: a finite number is wanted"),
+        ("resolvers: {", "sources.yaml: Line 2, column 1: "),
+        ("- 1", "a mapping is wanted, not a list"),
+        ("&a [*a]", "sources.yaml: Line 1"),
     ],
 )
 async def test_a_wrong_file_of_sources_is_refused_with_the_place(

@@ -7,12 +7,10 @@ import gzip
 import json
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 
 from mural_resolvers.errors import Forbidden
 from mural_resolvers.manifest import build_manifest
@@ -276,18 +274,13 @@ async def test_a_store_that_is_none_stops_the_start(start_server, place: str, tm
 
 
 @pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def s3(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """An unused prefix in moto's server, whose buckets this process shares."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "mural")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "muralsecret")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    endpoint = f"http://{host}:{port}"
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket="uploads")
-    yield f"s3://uploads/{tmp_path.name}?endpoint_url={endpoint}"
-    server.stop()
+    boto3.client("s3", endpoint_url=s3_endpoint).create_bucket(Bucket="uploads")
+    return f"s3://uploads/{tmp_path.name}?endpoint_url={s3_endpoint}"
 
 
 async def test_an_upload_to_s3_answers_on_every_replica(
