@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from mural_server.detokenizer import IncrementalDetokenizer, StopStrings, TokenText, TokenTexts
+from mural_server.models.source import load_tokenizer
 
 ALPHABET = sorted(bytes_to_unicode().values())
 """The stand-ins of the bytes, as the library has them."""
@@ -29,7 +30,8 @@ def smollm2() -> PreTrainedTokenizerBase:
     assert spec is not None
     assert spec.submodule_search_locations
     [path] = Path(spec.submodule_search_locations[0]).glob("*.gguf")
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    # test_gguf.py compares it with what transformers reads, which takes ten seconds.
+    return load_tokenizer(str(path))
 
 
 def sentencepiece_like(decoder: decoders.Decoder, **options: bool) -> PreTrainedTokenizerFast:
