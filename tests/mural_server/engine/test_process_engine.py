@@ -8,8 +8,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -31,6 +32,9 @@ from mural_server.models.errors import UnsupportedModel
 from mural_server.models.source import load_tokenizer, tokenizer_state
 from mural_server.sampling_params import GenerationDefaults, SamplingParams
 from mural_server.settings import EngineSettings, SettingsError
+
+if TYPE_CHECKING:
+    from tests.mural_server.conftest import OracleOf
 
 BOUND_S = 60.0
 
@@ -76,7 +80,7 @@ async def engine(tiny_model: Callable[[str], Path]) -> AsyncIterator[ProcessEngi
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_adapters_are_loaded_used_and_freed_over_the_border(
-    shared_engine: ProcessEngine, peft_oracle: Callable[[str], object]
+    shared_engine: ProcessEngine, peft_oracle: OracleOf
 ) -> None:
     oracle = peft_oracle("llama")
     folder = oracle.folder("all")
@@ -101,7 +105,7 @@ async def test_adapters_are_loaded_used_and_freed_over_the_border(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_adapter_on_disk_is_told_by_what_it_will_take_in_host_memory(
-    shared_engine: ProcessEngine, peft_oracle: Callable[[str], object], tmp_path: Path
+    shared_engine: ProcessEngine, peft_oracle: OracleOf, tmp_path: Path
 ) -> None:
     folder = tmp_path / "acme/default/v1"
     shutil.copytree(peft_oracle("llama").folder("all"), folder)
@@ -125,7 +129,7 @@ async def test_an_adapter_on_disk_is_told_by_what_it_will_take_in_host_memory(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_an_adapter_is_checked_and_nothing_of_it_kept(
-    shared_engine: ProcessEngine, peft_oracle: Callable[[str], object], tmp_path: Path
+    shared_engine: ProcessEngine, peft_oracle: OracleOf, tmp_path: Path
 ) -> None:
     good = peft_oracle("llama").folder("all")
     spoilt = tmp_path / "spoilt"
@@ -147,6 +151,7 @@ async def test_an_adapter_is_checked_and_nothing_of_it_kept(
 async def test_a_stream_that_is_closed_early_frees_its_blocks(shared_engine: ProcessEngine) -> None:
     stream = shared_engine.generate(request_of("long", 200))
     await anext(stream)
+    assert isinstance(stream, AsyncGenerator)
     await stream.aclose()
     # A later answer comes only after the abort was handled.
     await collect(shared_engine, request_of("short", 1))
@@ -173,6 +178,7 @@ async def test_an_id_in_use_is_refused(shared_engine: ProcessEngine) -> None:
     await anext(stream)
     with pytest.raises(InvalidInput, match="in use"):
         await anext(shared_engine.generate(request_of("twice")))
+    assert isinstance(stream, AsyncGenerator)
     await stream.aclose()
 
 
@@ -206,8 +212,11 @@ async def test_a_core_that_stands_still_is_ended_and_its_streams_with_it(
     engine, *_ = await start_engine(
         settings_of(tiny_model("llama"), enable_lora=False), stall_timeout_s=HEARTBEAT_S + 3.0
     )
+    # While tokens come, the core is never silent for as long as a heartbeat.
+    engine._stall_timeout_s = 1.5
     try:
         stream = engine.generate(request_of("first", 200))
+        await anext(stream)
         await anext(stream)
         os.kill(engine.pid, signal.SIGSTOP)
         async with asyncio.timeout(BOUND_S):
