@@ -42,15 +42,15 @@ def test_every_kind_of_load_is_answered(tmp_path: Path, name: str) -> None:
             for kind in ("short", "apart", "ingress", "listed", "burst", "chunks")
         ]
         rate = load(sut, key, "rate", "--rate", "50", "--seconds", "0.4")
-        paced = ("--seconds", "2", "--pace-s", "0.05", "--opening-s", "0.1")
+        paced = ("--seconds", "0.5", "--pace-s", "0.05", "--opening-s", "0.1")
         streams = load(sut, key, "streams", "--connections", "5", *paced, processes=2)
         for report in (*closed, rate, streams):
             assert report.errors == 0, report.first_error
             assert 0 < report.requests <= report.pieces
         assert rate.requests == len(rate.latencies_us) == 20
         assert streams.requests == 5
-        # Forty chunks each, and gaps only between those that come while all are open.
-        assert 0 < len(streams.gaps_us) < 5 * 40
+        # Ten chunks each, and gaps only between those that come while all are open.
+        assert 0 < len(streams.gaps_us) < 5 * 10
         # A load ends with its last answer, so none is asked that is not counted.
         asked = sum(report.requests for report in (*closed, rate, streams))
         assert seen(ports[0])[1] == asked
