@@ -21,7 +21,7 @@ import pytest
 from mural_operator.election import ElectionTiming
 from mural_operator.operating import Operator
 from mural_operator.settings import OperatorSettings
-from mural_resolvers.kubernetes.client import KubeError
+from mural_resolvers.kubernetes.client import JsonObject, KubeClient, KubeError, PatchKind
 from tests.mural_operator.operated import Operated
 
 Object = dict[str, Any]
@@ -163,7 +163,7 @@ class MemoryApi:
             self._watchers[collection].remove(queue)
 
 
-class MemoryClient:
+class MemoryClient(KubeClient):
     """What is asked of a `KubeClient`, counted by verb, and each write kept."""
 
     def __init__(self, api: MemoryApi) -> None:
@@ -195,12 +195,13 @@ class MemoryClient:
     async def patch(
         self,
         path: str,
-        body: Mapping[str, Any],
+        body: JsonObject | list[JsonObject],
         *,
-        kind: str = "merge",
+        kind: PatchKind = "merge",
         params: Mapping[str, str] | None = None,
     ) -> bytes:
         await self._count("patch", path)
+        assert isinstance(body, Mapping)
         if kind == "apply":
             return msgspec.json.encode(self._api.put(_collection(path), dict(body)))
         of, _, sub = path.rpartition("/")
@@ -269,6 +270,9 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mural_operator.pool_worker.TELL_S", 0.02)
     monkeypatch.setattr("mural_operator.statuses.SPACING_S", 0.02)
     monkeypatch.setattr("mural_operator.executor.SHOWS_S", 0.5)
+    # The Lease is renewed more often, and holds for as long as ever.
+    often = ElectionTiming(renew_s=0.1)
+    monkeypatch.setattr("mural_operator.election.ElectionTiming", lambda: often)
 
     def end(status: int) -> NoReturn:
         raise AssertionError(f"the process would have ended with {status}")
