@@ -294,6 +294,7 @@ def test_smollm2_is_tokenized_as_transformers_does_by_itself() -> None:
         assert ours.decode(ours(text)["input_ids"]) == text
     assert ours.chat_template == theirs.chat_template
     assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
 
 
 @pytest.mark.slow
