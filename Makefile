@@ -74,9 +74,9 @@ format: $(STAMP) ## Put the style right
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-types: $(STAMP) ## Check types (mypy --strict)
+types: $(STAMP) ## Check types (mypy --strict; in tests, that what they use is there)
 	@$(BIN)/mypy -p mural_resolvers -p mural_server -p mural_router -p mural_operator
-	@$(BIN)/mypy examples benchmarks
+	@$(BIN)/mypy examples benchmarks tests
 
 imports: $(STAMP) ## Check which package may import which
 	@$(BIN)/lint-imports

@@ -368,8 +368,8 @@ async def test_the_hook_stops_the_operator_and_lets_every_adapter_go(
     assert sorted(kept) == [[], [], ["example.com/mine"]]
     operator = await cluster.get("deployment", "mural-operator")
     assert operator["spec"]["replicas"] == 0
-    freed = {"metadata": {"finalizers": []}}
-    await cluster.kubectl(*("patch", "adapter", "acme-v2", "--type=merge", "-p", json.dumps(freed)))
+    freed = '{"metadata": {"finalizers": []}}'
+    await cluster.kubectl(*("patch", "adapter", "acme-v2", "--type=merge", "-p", freed))
 
 
 async def test_nothing_is_released_twice_and_an_operator_that_is_gone_is_no_error(

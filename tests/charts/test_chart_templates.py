@@ -12,6 +12,7 @@ import pytest
 
 from mural_operator.chart_hooks import chart as chart_command
 from mural_operator.commands import operate
+from mural_resolvers.cli import Command
 from mural_resolvers.kubernetes.objects import (
     read_adapter,
     read_alias,
@@ -32,7 +33,12 @@ READERS = {
     "AdapterAlias": read_alias,
     "ServingPool": read_pool,
 }
-PARSERS = {"serve": serve, "route": route, "operate": operate, "chart": chart_command}
+PARSERS: dict[str, Command] = {
+    "serve": serve,
+    "route": route,
+    "operate": operate,
+    "chart": chart_command,
+}
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -11,8 +11,9 @@ import json
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -146,7 +147,7 @@ def test_a_tenant_is_known_to_the_routers_by_the_key_of_its_secret(
         )
     for tenant in ("acme", "globex"):
         client = mural.client(tenant)
-        within(30, f"{tenant} is let in by every router", lambda client=client: _in_by_all(client))
+        within(30, f"{tenant} is let in by every router", partial(_in_by_all, client))
     figure("Tenant applied → its key is taken by every router", f"{time.monotonic() - began:.1f} s")
     written = mural.kubectl.get("secret", f"{RELEASE}-router-keys")["data"]["keys.json"]
     known = base64.b64decode(written).decode()
@@ -245,13 +246,15 @@ def test_an_alias_moves_to_a_canary_and_back_at_once(mural: Mural, figure: Figur
     def answers() -> set[str]:
         return {exact_name(client, "acme:stable") for _ in range(8)}
 
+    def answered_by(versions: Collection[str]) -> bool:
+        return answers() == {f"acme:{version}" for version in versions}
+
     within(30, "the alias is known", lambda: _or_unknown(answers) == {"acme:v1"})
     mural.kubectl.apply(alias("stable", v1=1, v2=1))
     within(30, "the canary gets its share", lambda: answers() == {"acme:v1", "acme:v2"})
     for what, weights in (("promoted", {"v2": 1}), ("rolled back", {"v1": 1})):
         mural.kubectl.apply(alias("stable", **weights))
-        wanted = {f"acme:{version}" for version in weights}
-        took = within(10, f"the canary is {what}", lambda wanted=wanted: answers() == wanted)
+        took = within(10, f"the canary is {what}", partial(answered_by, weights))
         figure(f"AdapterAlias {what} → every router goes by it", f"{took:.2f} s with 8 requests")
     (each, *_) = expected()["acme:v2"]
     assert answer(client, "acme:v2", each["prompt"]) == each["expected"]
@@ -516,17 +519,20 @@ def test_an_uninstall_leaves_what_others_applied_and_nothing_that_cannot_be_dele
             for name in ("store-credentials", "acme-key", "globex-key", "initech-key")
         ),
     }
+
+    def only_own_is_left(there: Kubectl) -> bool:
+        return set(there("get", kinds, "-o", "name").split()) <= own
+
+    def no_pod_is_left(there: Kubectl) -> bool:
+        return not there.get("pods")["items"]
+
     for there in (mural.kubectl, mural.team):
         within(
             120,
             f"nothing of the release is left in {there.namespace}",
-            lambda there=there: set(there("get", kinds, "-o", "name").split()) <= own,
+            partial(only_own_is_left, there),
         )
-        within(
-            120,
-            f"no pod is left in {there.namespace}",
-            lambda there=there: not there.get("pods")["items"],
-        )
+        within(120, f"no pod is left in {there.namespace}", partial(no_pod_is_left, there))
         there("delete", "adapters.mural.dev", "--all", "--timeout=30s")
     left = mural.kubectl(
         *("get", "clusterroles,clusterrolebindings", "-o", "name"),

@@ -6,6 +6,7 @@ import io
 import tarfile
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,7 +48,7 @@ class Routed:
         body = {"model": model, "prompt": "hi", "max_tokens": 1}
         return self.ask("POST", "/v1/completions", key, json=body)
 
-    def ask(self, method: str, path: str, key: str = ADMIN, **more: object) -> httpx.Response:
+    def ask(self, method: str, path: str, key: str = ADMIN, **more: Any) -> httpx.Response:
         headers = {"authorization": f"Bearer {key}"} | more.pop("headers", {})
         return httpx.request(
             method, f"{self.router.url}{path}", headers=headers, timeout=WAIT_S, **more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import httpx
 import openai
@@ -20,7 +21,7 @@ def routed(running, tenants, fleet_store, start_router, tmp_path):
     )
 
 
-async def complete(client: openai.AsyncOpenAI, model: str, **more: object) -> object:
+async def complete(client: openai.AsyncOpenAI, model: str, **more: Any) -> Any:
     return await client.completions.create(
         model=model, prompt=PROMPT, max_tokens=8, temperature=0, **more
     )
@@ -88,6 +89,7 @@ async def test_names_outside_are_forbidden_unknown_ones_not_found_and_no_key_una
             with pytest.raises(openai.APIStatusError) as refused:
                 await complete(client, model)
             assert refused.value.status_code == status, model
+            assert isinstance(refused.value.body, dict)
             assert refused.value.body["code"]
     async with routed.client("mural_nobody") as client:
         with pytest.raises(openai.AuthenticationError):

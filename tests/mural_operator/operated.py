@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,13 @@ async def install_crds(client: KubeClient) -> None:
     for resource in KINDS.values():
         watch: Watch[Object] = Watch(client, resource.all(), msgspec.json.decode, what="objects")
         listed = asyncio.Event()
-        running = asyncio.create_task(watch.run(lambda _, at=watch, on=listed: _tell(at, on)))
+        running = asyncio.create_task(watch.run(partial(_tell, watch, listed)))
         async with asyncio.timeout(WAIT_S):
             await listed.wait()
         running.cancel()
 
 
-def _tell(watch: Watch[Object], listed: asyncio.Event) -> None:
+def _tell(watch: Watch[Object], listed: asyncio.Event, _: object) -> None:
     if watch.synced:
         listed.set()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 
@@ -77,16 +78,20 @@ def make_adapter(name: str, created_s: float = 0, **spec: object) -> Adapter:
     )
 
 
-def make_status(name: str, **more: object) -> AdapterStatus:
-    fields = {"name": name, "digest": DIGEST, "level": "host", "rank": 8, "bytes": 10}
+def make_status(name: str, **more: Any) -> AdapterStatus:
+    fields: dict[str, Any] = {
+        "name": name,
+        "digest": DIGEST,
+        "level": "host",
+        "rank": 8,
+        "bytes": 10,
+    }
     return AdapterStatus(**(fields | more))
 
 
-def make_state(
-    *names: str | AdapterStatus, declared: Iterable[str] = (), **more: object
-) -> Snapshot:
+def make_state(*names: str | AdapterStatus, declared: Iterable[str] = (), **more: Any) -> Snapshot:
     held = [make_status(each, pinned=True) if isinstance(each, str) else each for each in names]
-    fields = {
+    fields: dict[str, Any] = {
         "boot_id": "boot",
         "seq": 0,
         "base": BASE,
@@ -107,7 +112,7 @@ def make_world(
     *,
     pool: ServingPool | None = None,
     namespaces: Mapping[str, frozenset[str]] | None = None,
-    **more: object,
+    **more: Any,
 ) -> World:
     allowed = {"acme": frozenset({"team"})} if namespaces is None else namespaces
     return World(
@@ -226,7 +231,7 @@ class SimulatedPool:
     def now(self) -> float:
         return EPOCH.timestamp() + self.now_s
 
-    def add_pod(self, name: str, **more: object) -> SimulatedPod:
+    def add_pod(self, name: str, **more: Any) -> SimulatedPod:
         self.pods[name] = SimulatedPod(name, **more)
         return self.pods[name]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -33,7 +35,8 @@ NOW = EPOCH.timestamp()
 
 
 def pod(name="a", *held, **more) -> Pod:
-    return Pod(name, **({"ready": True, "state": make_state(*held)} | more))
+    fields: dict[str, Any] = {"ready": True, "state": make_state(*held)}
+    return Pod(name, **(fields | more))
 
 
 def refusing(status: int, message: str = "so it is") -> Pod:

@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 from mural_operator.cluster import Cluster, Wakes, read_pod
-from mural_resolvers.kubernetes.client import KubeError
-from mural_resolvers.kubernetes.objects import Adapter
+from mural_resolvers.kubernetes.client import KubeClient, KubeError
+from mural_resolvers.kubernetes.objects import Adapter, ServingPool
 
 
-class Api:
+class Api(KubeClient):
     """Stands for the API server: lists, and then no watch."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Api:
         found = {"metadata": {"resourceVersion": "1"}, "items": self.objects.get(kind, [])}
         return json.dumps(found).encode()
 
-    def stream(self, path: str, params: object, *, silence_s: float) -> object:
+    def stream(self, path: str, params: object, *, silence_s: float) -> Any:
         raise KubeError(0, "NoAnswer", "no watch here")
 
 
@@ -63,6 +63,12 @@ def an_adapter(name: str, pool: object = "pool", **spec: object) -> dict[str, An
         "metadata": {"name": name, "namespace": "mural"},
         "spec": {"pool": pool, "tenant": "acme", "version": name} | spec,
     }
+
+
+def pool_of(cluster: Cluster, name: str) -> ServingPool:
+    found = cluster.pool(name)
+    assert isinstance(found, ServingPool)
+    return found
 
 
 async def listed(api: Api) -> tuple[Cluster, Woken]:
@@ -151,9 +157,9 @@ async def test_an_address_is_of_the_youngest_pod_that_has_it():
         pod["metadata"] |= {"uid": pod["metadata"]["name"], "creationTimestamp": f"{day}T00:00:00Z"}
     api.objects["pods"] = [dead, alive, ended, other]
     cluster, _ = await listed(api)
-    assert cluster.targets(cluster.pool("one")) == ()
-    assert [each.pod for each in cluster.targets(cluster.pool("two"))] == ["alive"]
+    assert cluster.targets(pool_of(cluster, "one")) == ()
+    assert [each.pod for each in cluster.targets(pool_of(cluster, "two"))] == ["alive"]
     # Of a node's address more than one may make use, each at its own port.
     pools[0]["spec"] |= {"port": 9000, "controlPort": 9001}
     cluster, _ = await listed(api)
-    assert [each.pod for each in cluster.targets(cluster.pool("one"))] == ["dead"]
+    assert [each.pod for each in cluster.targets(pool_of(cluster, "one"))] == ["dead"]

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from mural_operator.credentials import Credentials
+from mural_operator.credentials import Credentials, PoolCredentials
 from mural_operator.executor import PARALLEL, PARALLEL_PER_POD, Executor, Outcome, PoolHands
 from mural_operator.reconcile import (
     FINALIZER,
+    Action,
     AddFinalizer,
     Declare,
     Forget,
@@ -24,7 +25,7 @@ from mural_operator.reconcile import (
 from mural_operator.refusals import LYING, Refusals
 from mural_operator.replicas import Replicas, Target
 from mural_operator.troubles import Troubles
-from mural_resolvers.kubernetes.client import KubeError
+from mural_resolvers.kubernetes.client import KubeClient, KubeError
 from mural_resolvers.kubernetes.objects import Adapter, AdapterSpec, ObjectMeta
 from tests.mural_operator.simulated_server import Knobs, Refusal, SimulatedServer
 from tests.mural_operator.virtual_time import in_virtual_time
@@ -32,8 +33,11 @@ from tests.mural_operator.virtual_time import in_virtual_time
 WAIT_S = 20
 
 
-class Keys:
+class Keys(PoolCredentials):
     """Stands for a pool's credentials."""
+
+    def __init__(self) -> None:
+        pass
 
     def now(self) -> Credentials:
         return Credentials()
@@ -42,14 +46,14 @@ class Keys:
         raise AssertionError("nobody has refused a token")
 
 
-class Api:
+class Api(KubeClient):
     """Stands for the API server: takes patches, or refuses them."""
 
     def __init__(self) -> None:
         self.patched: list[tuple[str, object]] = []
         self.refusal: KubeError | None = None
 
-    async def patch(self, path: str, body: object) -> bytes:
+    async def patch(self, path: str, body: object, **_: object) -> bytes:
         self.patched.append((path, body))
         if self.refusal is not None:
             raise self.refusal
@@ -87,7 +91,7 @@ class Bench:
             for at, one in enumerate(servers)
         )
 
-    def submit(self, *actions: object) -> None:
+    def submit(self, *actions: Action) -> None:
         self.executor.submit("pool", actions)
 
     async def until(self, holds: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mural_operator.conditions import MAX_SAID_BYTES
+from mural_operator.credentials import PoolCredentials
 from mural_operator.metrics import Metrics
 from mural_operator.pool_verdict import pool_verdict
 from mural_operator.reconcile import reconcile
@@ -201,8 +202,18 @@ def test_the_status_of_the_largest_pool_that_lies_in_everything_fits_into_an_obj
     assert len(json.dumps(of_adapter, ensure_ascii=False).encode()) < MAX_OBJECT_BYTES
 
 
+class Unasked(PoolCredentials):
+    """Of a pool that nothing is asked of."""
+
+    def __init__(self) -> None:
+        pass
+
+
 class Failing(Follower):
     """Of a pod that says something odd instead of how it is."""
+
+    def __init__(self, target: Target, on_change: Callable[[bool], None]) -> None:
+        super().__init__(target, Unasked(), on_change)
 
     async def _follow(self) -> None:
         raise ControlError(f"no {KEY}\x1b\n" + "𝕏" * 5000)
@@ -211,7 +222,7 @@ class Failing(Follower):
 async def test_why_a_pod_is_not_heard_is_fit_for_a_status_too():
     changed = asyncio.Event()
     target = Target("a", "uid", "127.0.0.1", 1, 2, "mural")
-    follower = Failing(target, None, lambda _: changed.set())
+    follower = Failing(target, lambda _: changed.set())
     running = asyncio.create_task(follower.run())
     await asyncio.wait_for(changed.wait(), 20)
     running.cancel()

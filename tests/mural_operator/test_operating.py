@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 import pytest
 
-from mural_operator import operating
 from mural_operator.election import WorkGoesOn
 from mural_operator.operating import Operator
 from mural_operator.settings import OperatorSettings
@@ -33,7 +33,7 @@ def operator(monkeypatch, tmp_path):
     def end(status: int) -> None:
         raise _Ended(status)
 
-    monkeypatch.setattr(operating.os, "_exit", end)
+    monkeypatch.setattr(os, "_exit", end)
     return Operator(OperatorSettings(), KubeClient(cluster_config()))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from mural_operator.unreadable import UnreadableTenant
 from mural_resolvers.kubernetes.objects import Tenant, read_tenant
 
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
-MALFORMED = {"grants": ["no!"]}
+MALFORMED: dict[str, Any] = {"grants": ["no!"]}
 
 
 def make_tenant(name: str, *namespaces: str, created_s: float = 0, **spec: object) -> Tenant:

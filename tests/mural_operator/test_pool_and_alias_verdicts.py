@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -26,8 +27,9 @@ V1 = "acme/default:v1"
 FOREIGN = make_state(base=msgspec.structs.replace(make_state().base, model_names=("big",)))
 
 
-def pod(name: str, **more: object) -> Pod:
-    return Pod(name, **({"ready": True, "state": make_state()} | more))
+def pod(name: str, **more: Any) -> Pod:
+    fields: dict[str, Any] = {"ready": True, "state": make_state()}
+    return Pod(name, **(fields | more))
 
 
 def judge(pods, adapters=()) -> PoolVerdict:

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,6 +120,10 @@ async def test_an_object_as_large_as_etcd_takes_keeps_the_others_going(kube):
         assert operator._not_ready() is None
 
 
+def _is_without(name: str, found: Mapping[str, object]) -> bool:
+    return name not in found
+
+
 async def churn(kube: InMemory, rng: random.Random, steps: int) -> set[str]:
     """So many random changes; the names of the adapters that there are then."""
     there: set[str] = set()
@@ -131,7 +136,7 @@ async def churn(kube: InMemory, rng: random.Random, steps: int) -> set[str]:
             case 3 | 4 if name in there:
                 there.discard(name)
                 await kube.delete("Adapter", name)
-                await kube.adapters.until(lambda found, gone=name: gone not in found)
+                await kube.adapters.until(partial(_is_without, name))
             case 5:
                 server = rng.choice(list(kube.servers.values()))
                 await server.restart()

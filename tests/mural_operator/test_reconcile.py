@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import msgspec
 import pytest
@@ -50,8 +51,8 @@ def deleted(adapter: Adapter, seconds_ago: float = 0) -> Adapter:
     return kept(adapter, deletion_timestamp=EPOCH - timedelta(seconds=seconds_ago))
 
 
-def pod(name: str, *held, declared=(), **more: object) -> Pod:
-    fields = {"ready": True, "state": make_state(*held, declared=declared)}
+def pod(name: str, *held, declared=(), **more: Any) -> Pod:
+    fields: dict[str, Any] = {"ready": True, "state": make_state(*held, declared=declared)}
     return Pod(name, **(fields | more))
 
 

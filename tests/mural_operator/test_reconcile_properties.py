@@ -75,9 +75,14 @@ def steps(draw: st.DrawFn) -> Step:
             status = draw(st.sampled_from([0, 404, 409, 422, 503]))
             return lambda pool: _refuse(pool, pod, f"acme/default:{name}", status)
         case "act":
-            return lambda pool: (pool.apply_all(pool.plan().actions), pool.tick())
+            return _act
         case _:
             return lambda pool: _on_pod(pool, pod, kind)
+
+
+def _act(pool: SimulatedPool) -> None:
+    pool.apply_all(pool.plan().actions)
+    pool.tick()
 
 
 def _declare(pool: SimulatedPool, made) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
-from mural_operator.credentials import Credentials, CredentialsMissing
+from mural_operator.credentials import Credentials, CredentialsMissing, PoolCredentials
 from mural_operator.replicas import Follower, Replicas, Target
 from mural_server.protocol import Load
 from tests.mural_operator.simulated_server import Knobs, SimulatedServer
@@ -15,10 +16,10 @@ from tests.mural_operator.simulated_server import Knobs, SimulatedServer
 WAIT_S = 20
 
 
-class Keys:
+class Keys(PoolCredentials):
     """Stands for a pool's credentials."""
 
-    def __init__(self, **fields: object) -> None:
+    def __init__(self, **fields: Any) -> None:
         self.fields = fields
         self.missing = ""
         self.suspected = 0

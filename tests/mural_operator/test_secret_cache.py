@@ -7,12 +7,13 @@ import json
 from base64 import b64encode
 from collections.abc import AsyncIterator, Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from mural_operator.credentials import CredentialsMissing, PoolCredentials, secret_names
 from mural_operator.secret_cache import SecretCache
-from mural_resolvers.kubernetes.client import KubeError
+from mural_resolvers.kubernetes.client import KubeClient, KubeError
 from mural_resolvers.kubernetes.objects import ControlTls, PoolSpec, SecretKey, Selector
 from tests.mural_operator.virtual_time import in_virtual_time
 
@@ -21,7 +22,7 @@ REST_S = 550
 """Of virtual time."""
 
 
-class Api:
+class Api(KubeClient):
     """Stands for the API server."""
 
     def __init__(self) -> None:
@@ -29,7 +30,7 @@ class Api:
         self.refusal: KubeError | None = None
         self.asked: list[str] = []
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, params: object = None) -> bytes:
         name = path.rpartition("/")[2]
         self.asked.append(name)
         if self.refusal is not None:
@@ -130,9 +131,9 @@ class Timed(Api):
         super().__init__()
         self.at: dict[str, list[float]] = {}
 
-    async def get(self, path: str) -> bytes:
+    async def get(self, path: str, params: object = None) -> bytes:
         self.at.setdefault(path.rpartition("/")[2], []).append(asyncio.get_running_loop().time())
-        return await super().get(path)
+        return await super().get(path, params)
 
 
 def at_rest(api: Timed, names: set[str], *, suspect: str = "") -> float:
@@ -206,7 +207,7 @@ async def test_many_that_cannot_be_read_are_one_line_of_the_log(kept, caplog):
     assert "and 95 more can be read again" in said[1]
 
 
-def a_spec(**more: object) -> PoolSpec:
+def a_spec(**more: Any) -> PoolSpec:
     return PoolSpec(
         selector=Selector({"app": "server"}),
         control_token_secret=SecretKey("control", "token"),

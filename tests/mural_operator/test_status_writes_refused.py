@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -90,9 +91,7 @@ async def test_a_retry_after_of_the_api_server_is_kept_by_all_statuses_together(
         writer, statuses = StatusWriter(client, metrics=metrics), Statuses(lambda: True, Troubles())
         for at in range(20):
             meta = ObjectMeta(f"tenant-{at}", "prod", "1", "5", 1)
-            statuses.put(
-                f"tenant {at}", "5", found, lambda meta=meta: writer.write_tenant(meta, found)
-            )
+            statuses.put(f"tenant {at}", "5", found, partial(writer.write_tenant, meta, found))
         running = asyncio.create_task(statuses.run())
         await asyncio.sleep(0.3)
         running.cancel()

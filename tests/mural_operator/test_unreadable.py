@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -21,13 +21,14 @@ from mural_operator.unreadable import (
     read_pool_or_not,
     read_tenant_or_not,
 )
+from mural_resolvers.kubernetes.client import KubeClient
 from mural_resolvers.kubernetes.objects import Adapter, ServingPool
 
 Object = dict[str, Any]
 
 META = {"name": "a", "namespace": "mural", "uid": "1", "generation": 4}
 POOL = {"selector": {"matchLabels": {"app": "server"}}}
-ODD = {"placement": {"replicas": "Some"}}
+ODD: dict[str, Any] = {"placement": {"replicas": "Some"}}
 
 
 def an_adapter(name: str = "v1", pool: object = "pool", **spec: object) -> Object:
@@ -117,7 +118,7 @@ def test_what_has_no_metadata_is_refused_as_a_whole(decode):
 # -- what stays in force --------------------------------------------------------------------------
 
 
-class Api:
+class Api(KubeClient):
     """Stands for the API server: what is listed, and events as they are sent."""
 
     def __init__(self) -> None:
@@ -131,7 +132,9 @@ class Api:
         return json.dumps(found).encode()
 
     @contextlib.asynccontextmanager
-    async def stream(self, path: str, params: object, *, silence_s: float):
+    async def stream(
+        self, path: str, params: object, *, silence_s: float
+    ) -> AsyncGenerator[AsyncIterator[bytes], None]:
         yield self._lines(self._events[path.rpartition("/")[2]])
 
     async def _lines(self, events: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:

@@ -241,7 +241,7 @@ async def test_a_cancelled_publication_leaves_nothing(
     loop = asyncio.get_running_loop()
     plain = directory_store._next_chunk
 
-    def held(reader, left):  # type: ignore[no-untyped-def]  # stands in for a private function
+    def held(reader, left):  # Stands in for a private function.
         loop.call_soon_threadsafe(begun.set)
         asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
         return plain(reader, left)

@@ -9,7 +9,7 @@ import pytest
 from mural_resolvers import errors
 from mural_resolvers.errors import MuralError, error_body, quoted
 
-STATUSES = {
+STATUSES: dict[type[MuralError], int] = {
     errors.MalformedName: 400,
     errors.InvalidInput: 400,
     errors.Unauthorized: 401,

@@ -34,7 +34,7 @@ entries = st.builds(
 
 
 @given(st.lists(entries, unique_by=lambda entry: entry.path), st.randoms())
-def test_the_digest_is_the_hash_of_the_sorted_lines_in_any_order(files, rng) -> None:  # type: ignore[no-untyped-def] # hypothesis' random
+def test_the_digest_is_the_hash_of_the_sorted_lines_in_any_order(files, rng) -> None:
     shuffled = list(files)
     rng.shuffle(shuffled)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mural_resolvers.base_spec import BaseSpec
-from mural_resolvers.digest import compute_digest
+from mural_resolvers.digest import FileEntry, compute_digest
 from mural_resolvers.errors import (
     AdapterNotFound,
     Conflict,
@@ -21,7 +21,7 @@ from mural_resolvers.errors import (
     Unavailable,
     UnusableAdapter,
 )
-from mural_resolvers.manifest import FileEntry, Manifest, PeftFacts
+from mural_resolvers.manifest import Manifest, PeftFacts
 from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.registry import LoRAResolverRegistry, RegistrySettings
 from mural_resolvers.request import LoRAIdAllocator

@@ -270,14 +270,16 @@ class LeasingRegistry(LoRAResolverRegistry):
         self.gate: asyncio.Event | None = None
 
     @asynccontextmanager
-    async def lease(self, principal: Principal, request: LoRARequest) -> AsyncIterator[Path]:
+    async def lease(
+        self, principal: Principal, request: LoRARequest, *, fetch: bool = True
+    ) -> AsyncIterator[Path]:
         if self.gate is not None:
             await self.gate.wait()
         if self.fails is not None:
             raise self.fails
         self.held.append(request.lora_name)
         try:
-            async with super().lease(principal, request) as folder:
+            async with super().lease(principal, request, fetch=fetch) as folder:
                 yield folder
         finally:
             self.held.remove(request.lora_name)

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,10 +33,9 @@ async def router(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     monkeypatch.setattr(tokens, "HANDOVER_S", 0.05)
     for name in NAMES:
         (tmp_path / name).write_text(f"the-first-{name}")
-    secrets = Secrets(
-        **{name: f"the-first-{name}" for name in NAMES},
-        **{f"{name}_file": str(tmp_path / name) for name in NAMES},
-    )
+    texts: dict[str, Any] = {name: f"the-first-{name}" for name in NAMES}
+    files: dict[str, Any] = {f"{name}_file": str(tmp_path / name) for name in NAMES}
+    secrets = Secrets(**texts, **files)
     router = Router(Config(None, {}, secrets), LocalLimiter())
     create_admin_app(router)
     yield router

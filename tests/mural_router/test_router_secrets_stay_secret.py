@@ -358,9 +358,9 @@ async def raw(router: Router, text: str, tls: ssl.SSLContext | None) -> str:
 
 
 async def pages(router: Router, key: str) -> dict[str, str]:
-    paths = ("/metrics", "/ready", "/debug/fleet", "/debug/limits", "/debug/objects", f"/{key}")
+    paths = ["/metrics", "/ready", "/debug/fleet", "/debug/limits", "/debug/objects", f"/{key}"]
     names = (f"acme:{key}", key, f"x {key}")
-    paths += tuple(f"/debug/placement?model={name}&session={key}" for name in names)
+    paths += [f"/debug/placement?model={name}&session={key}" for name in names]
     async with httpx.AsyncClient(base_url=router.admin, timeout=BOUND_S) as client:
         answers = [await client.get(path) for path in paths]
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ def config(tmp_path: Path, text: str, *, secrets: Secrets = KEYS, **flags: objec
 
 
 def test_a_flag_holds_over_the_file_and_the_file_over_the_defaults(tmp_path):
-    given = {"http": {"port": 9000}}
+    given: dict[str, Any] = {"http": {"port": 9000}}
     settings = config(
         tmp_path, "http: {port: 8000, max_body_bytes: 1000}\nqueue:\n  wait_s: 3\n", **given
     ).settings
@@ -67,7 +68,7 @@ def test_without_keys_only_this_machine_is_listened_to():
     ("text", "place"),
     [
         ("http: {port: 99999}", "http.port"),
-        ("http: {port: x}", "http.port"),
+        ("http: {port: x}", "http.port: a whole number is wanted, not 'x'"),
         ("http: {tls: {certfile: a}}", "tls.certfile"),
         ("nonsense: 1", "nonsense"),
         ("queue: {wait_s: 0}", "queue.wait_s"),
@@ -76,20 +77,22 @@ def test_without_keys_only_this_machine_is_listened_to():
         ("replicas: ['http://a:1', 'http://a:1']", "replicas"),
         ("tenants_file: /no/such/file", "tenants_file"),
         ("auth: open", "auth"),
+        ("auth: opn", "auth: one of keys, open is wanted, not 'opn'"),
         ("admin_port: 8080", "8080"),
         ("retry: {ratio: -1}", "retry.ratio"),
-        ("- a list", "settings"),
+        ("- a list", "a mapping is wanted, not a list"),
+        ("[]", "a mapping is wanted, not a list"),
         ("a: {b", "router.yaml"),
         ("placement: {load_bound: nan}", "placement.load_bound: a finite number"),
         ("placement: {load_bound: inf}", "placement.load_bound: a finite number"),
         ("placement: {rank_cost: nan}", "0 <= rank_cost <= 1"),
-        ("placement: {rank_cost: .nan}", "placement.rank_cost"),
+        ("placement: {rank_cost: .nan}", "placement.rank_cost: a number is wanted, not '.nan'"),
         ("placement: {rank_cost: inf}", "0 <= rank_cost <= 1"),
         ("placement: {rank_cost: -0.1}", "0 <= rank_cost <= 1"),
-        ("placement: {rank_costs: 0.1}", "placement: Object contains unknown field rank_costs"),
-        ("retry: {atempts: 1}", "retry: Object contains unknown field atempts"),
-        ("breaker: {failure: 1}", "breaker: Object contains unknown field failure"),
-        ("versions: {ttl: 1}", "versions: Object contains unknown field ttl"),
+        ("placement: {rank_costs: 0.1}", "placement.rank_costs: there is no such field"),
+        ("retry: {atempts: 1}", "retry.atempts: there is no such field"),
+        ("breaker: {failure: 1}", "breaker.failure: there is no such field"),
+        ("versions: {ttl: 1}", "versions.ttl: there is no such field"),
         ("http: {idle_timeout_s: inf}", "http.idle_timeout_s: a finite number"),
         ("shutdown_grace_s: inf", "shutdown_grace_s: a finite number"),
         ("replicas: ['http://a:99999']", "'http://a:99999': a port is"),
@@ -110,6 +113,17 @@ def test_what_cannot_work_is_refused_with_its_place(tmp_path, text, place, monke
     with pytest.raises(InvalidInput) as refused:
         config(tmp_path, text)
     assert place in refused.value.message
+    assert refused.value.message.startswith(f"{tmp_path}/router.yaml: ")
+
+
+def test_what_flags_say_is_not_laid_on_the_file(tmp_path):
+    flags: dict[str, Any] = {"http": {"port": 99999}}
+    with pytest.raises(InvalidInput, match=r"router\.yaml and the flags: http\.port is 99999"):
+        config(tmp_path, "queue: {wait_s: 3}", **flags)
+    with pytest.raises(InvalidInput, match=r"router\.yaml: queue\.wait_s: a number is wanted"):
+        config(tmp_path, "queue: {wait_s: soon}", **flags)
+    with pytest.raises(InvalidInput, match=r"^http\.port is 99999"):
+        Config(None, flags, KEYS)
 
 
 def test_objects_without_a_cluster_are_refused_at_the_start(tmp_path, monkeypatch):
@@ -312,5 +326,4 @@ def test_settings_of_the_documentation_are_settings():
         assert isinstance(raw, dict)
         names = {str(name) for name in raw}
         assert names <= set(RouterSettings.__struct_fields__)
-        raw = {str(k): v for k, v in raw.items() if not str(k).endswith("_file")}
-        convert_settings(raw, KEYS)
+        convert_settings({str(k): v for k, v in raw.items() if not str(k).endswith("_file")}, KEYS)

@@ -9,7 +9,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -327,9 +327,10 @@ BOMB = r"(([a-z_.0-9]+)+)+!"
 
 
 def regex_bomb(folder: Path, draw: random.Random) -> None:
-    change_config(folder, **draw.choice([
+    bombs: list[dict[str, Any]] = [
         {"target_modules": BOMB}, {"rank_pattern": {BOMB: 8}}, {"exclude_modules": BOMB},
-    ]))  # fmt: skip
+    ]  # fmt: skip
+    change_config(folder, **draw.choice(bombs))
 
 
 def harmless(folder: Path, draw: random.Random) -> None:
@@ -352,7 +353,7 @@ def harmless(folder: Path, draw: random.Random) -> None:
 
 class Kind(NamedTuple):
     spoil: Spoil
-    count: int
+    times: int
     always_refused: bool = False
     always_served: bool = False
 

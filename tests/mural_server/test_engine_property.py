@@ -40,6 +40,7 @@ from mural_server.engine.wire import (
     AddRequest,
     CallError,
     CheckIntegrity,
+    Command,
     FreedReply,
     IntegrityReply,
     PinLora,
@@ -194,7 +195,7 @@ class Scenario:
         self.numbers = count()
         self.ids = LoRAIdAllocator()
         self.asked: dict[str, Asked] = {}
-        self.calls: dict[int, object] = {}
+        self.calls: dict[int, Command] = {}
         self.replies: list[ReplyBody] = []
         self.beginnings: Counter[tuple[int, str, tuple[int, ...]]] = Counter()
         """How many asked for a prompt's beginning, in whole blocks, under an adapter and salt."""
@@ -232,7 +233,10 @@ class Scenario:
                     seed=0,
                 )
             )
-        self.loader: HeldLoader = self.core._adapters._loader
+        assert self.core._adapters is not None
+        self.adapters = self.core._adapters
+        assert isinstance(self.adapters._loader, HeldLoader)
+        self.loader = self.adapters._loader
         for name, content in zip(NAMES, contents, strict=False):
             self._put(name, content)
 
@@ -418,6 +422,7 @@ class Scenario:
         self._take_outputs()
         self.core.handle(CheckIntegrity(-1))
         outputs = self.core.take_outputs()
+        assert outputs is not None
         assert [reply.body for reply in outputs.replies] == [IntegrityReply("")]
         resident = {info.lora_int_id for info in self.core.stats().adapters}
         leaving = {c.lora_int_id for c in self.calls.values() if isinstance(c, RemoveLora)}
@@ -433,7 +438,7 @@ class Scenario:
         assert stats.adapters == []
         assert stats.kv_usage == 0
         assert self.core._scheduler.pool._by_adapter.keys() <= {0}, "prefix blocks outlive it"
-        assert not self.core._adapters._known, "an adapter is known after all are gone"
+        assert not self.adapters._known, "an adapter is known after all are gone"
         self.core.close()
 
     def _run_to_end(self) -> None:

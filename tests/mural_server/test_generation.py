@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +18,7 @@ from mural_server.engine.messages import (
     AdapterLevel,
     EngineRequest,
     EngineStats,
+    FinishReason,
     FreedBytes,
     RequestDelta,
     TokenLogprobs,
@@ -57,7 +59,7 @@ def deltas(
     return [*spoken, *last]
 
 
-def end(reason: str = "stop", *tokens: int, **rest: object) -> RequestDelta:
+def end(reason: FinishReason = "stop", *tokens: int, **rest: Any) -> RequestDelta:
     return RequestDelta(request_id="", token_ids=[*tokens], finish_reason=reason, **rest)
 
 
@@ -124,7 +126,7 @@ class ScriptedClient(EngineClient):
         return
 
 
-def request(**params: object) -> GenerateRequest:
+def request(**params: Any) -> GenerateRequest:
     return GenerateRequest(
         request_id="r", prompt_token_ids=ids_of("ask"), sampling=SamplingParams(**params)
     )

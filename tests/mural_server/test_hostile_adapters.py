@@ -22,7 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx
 import psutil
@@ -32,6 +32,9 @@ from transformers import PreTrainedTokenizerBase
 from mural_resolvers.manifest import build_manifest
 from mural_server.models.source import load_tokenizer
 from tests.mural_server.spoilt_adapters import BOMB, KINDS, MAX_RANK, Kind, change_config
+
+if TYPE_CHECKING:
+    from tests.mural_server.conftest import PeftOracle
 
 PROMPT = [10, 20, 30, 40, 50]
 TOKENS = 6
@@ -179,7 +182,7 @@ class Site:
 
     served: Served
     root: Path
-    oracle: object
+    oracle: PeftOracle
     tokenizer: PreTrainedTokenizerBase
 
     def put(self, name: str, content: Path) -> Path:
@@ -285,7 +288,7 @@ def try_spoilt(site: Site, seed: int, *, every: int = 1) -> None:
     faults: list[str] = []
     done = 0
     for kind in KINDS:
-        for place in range(kind.count):
+        for place in range(kind.times):
             done += 1
             if place % every:
                 continue
@@ -490,9 +493,9 @@ def open_streams(served: Served, count: int, tokens: int) -> list[httpx.Response
     return streams
 
 
-def events(stream: httpx.Response) -> list[dict | str]:
+def events(stream: httpx.Response) -> list[Any]:
     """A stream's events to its end, however it ends."""
-    found: list[dict | str] = []
+    found: list[Any] = []
     for line in stream.iter_lines():
         if line.startswith("data: "):
             data = line.removeprefix("data: ")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import pytest
@@ -22,12 +23,15 @@ from mural_server import LLM, SamplingParams
 from mural_server.llm import EngineOptions
 from mural_server.settings import EngineSettings, SettingsError
 
+if TYPE_CHECKING:
+    from tests.mural_server.conftest import OracleOf
+
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = [70, 71, 72, 73, 74]
 
 
 @pytest.fixture(scope="module")
-def root(peft_oracle: Callable[[str], object], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(peft_oracle: OracleOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store of one tenant: acme:v1 and acme:v2."""
     root = tmp_path_factory.mktemp("store")
     oracle = peft_oracle("llama")
@@ -49,7 +53,7 @@ def test_the_options_are_the_engines_settings() -> None:
     assert EngineOptions.__annotations__.keys() == fields - {"model"}
 
 
-def test_an_adapter_is_found_by_its_name(llm: LLM, peft_oracle: Callable[[str], object]) -> None:
+def test_an_adapter_is_found_by_its_name(llm: LLM, peft_oracle: OracleOf) -> None:
     oracle = peft_oracle("llama")
     outputs = llm.generate(
         [PROMPT] * 4, GREEDY, ["acme:v1", "acme/default:v2", "acme:latest", None], use_tqdm=False
@@ -91,7 +95,7 @@ class Away(LoRAResolver):
 def test_an_adapter_is_fetched_into_the_cache_of_the_file_of_sources(
     tiny_model: Callable[[str], Path],
     root: Path,
-    peft_oracle: Callable[[str], object],
+    peft_oracle: OracleOf,
     tmp_path: Path,
 ) -> None:
     oracle = peft_oracle("llama")
@@ -153,7 +157,7 @@ def test_one_bad_request_ends_the_call_and_leaves_the_engine_whole(llm: LLM) -> 
 
 
 def test_an_id_that_is_used_for_two_adapters_mixes_nothing_up(
-    llm: LLM, peft_oracle: Callable[[str], object]
+    llm: LLM, peft_oracle: OracleOf
 ) -> None:
     oracle = peft_oracle("llama")
     folders = [oracle.folder("all"), oracle.folder("query_value")]

@@ -14,6 +14,7 @@ import pytest
 
 from mural_server import commands
 from mural_server.commands import serve
+from mural_server.settings import EngineSettings
 
 KEY = ("--api-key", "an-admin-key")
 
@@ -23,7 +24,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Models of servers whose start began."""
     begun: list[str] = []
 
-    def begin(engine: commands.EngineSettings, _: object) -> int:
+    def begin(engine: EngineSettings, _: object) -> int:
         begun.append(engine.model)
         return 0
 

@@ -94,7 +94,15 @@ def test_an_interrupted_push_to_s3_publishes_nothing(
 ) -> None:
     with held_connection(moto_endpoint, after_bytes=500_000) as relay:
         through_relay = s3_store.replace(moto_endpoint, relay.url)
-        argv = [program, "adapters", "push", adapter, "acme:v1", "--to", through_relay]
+        argv: list[Path | str] = [
+            program,
+            "adapters",
+            "push",
+            adapter,
+            "acme:v1",
+            "--to",
+            through_relay,
+        ]
         push = interruptible(argv)
         assert relay.holding.wait(60)
         push.send_signal(stop)
@@ -109,7 +117,7 @@ def test_an_interrupted_push_to_s3_publishes_nothing(
 def test_a_push_to_a_silent_server_ends_with_ctrl_c(program: Path, adapter: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        argv = [program, "adapters", "push", adapter, "acme:v1", "--to", url]
+        argv: list[Path | str] = [program, "adapters", "push", adapter, "acme:v1", "--to", url]
         push = interruptible(argv)
         client, _ = silent.accept()
         with client:

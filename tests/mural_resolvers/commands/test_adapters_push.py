@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import shutil
@@ -271,18 +272,9 @@ def test_rot_in_the_store_is_not_pulled(mural, adapter: Path, store: Path, tmp_p
     assert not (tmp_path / "target").exists()
 
 
-class _Terminal:
-    def __init__(self) -> None:
-        self.text = ""
-
+class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
 
 
 def test_the_bar_tells_share_and_rate_and_is_gone_in_the_end() -> None:
@@ -290,11 +282,11 @@ def test_the_bar_tells_share_and_rate_and_is_gone_in_the_end() -> None:
     with ProgressBar("push", 4 << 20, terminal, now=lambda: next(clock)) as bar:
         for _ in range(4):
             bar.advance(1 << 20)
-            drawn = terminal.text.rpartition("\x1b[K")[2]
+            drawn = terminal.getvalue().rpartition("\x1b[K")[2]
 
     assert "100%  4.0 MiB of 4.0 MiB" in drawn
     assert "/s" in drawn
-    assert terminal.text.endswith("\r\x1b[K")
+    assert terminal.getvalue().endswith("\r\x1b[K")
 
 
 def test_the_bar_never_passes_the_whole() -> None:
@@ -302,12 +294,12 @@ def test_the_bar_never_passes_the_whole() -> None:
     with ProgressBar("push", 10, terminal, now=lambda: next(clock)) as bar:
         bar.advance(25)
 
-    assert "100%  10 B of 10 B" in terminal.text
-    assert "250%" not in terminal.text
+    assert "100%  10 B of 10 B" in terminal.getvalue()
+    assert "250%" not in terminal.getvalue()
 
 
 def test_a_bar_is_drawn_on_a_terminal_only(program: Path, adapter: Path) -> None:
-    argv = [program, "adapters", "push", adapter]
+    argv: list[Path | str] = [program, "adapters", "push", adapter]
     piped = subprocess.run([*argv, "acme:v1"], capture_output=True, timeout=100, check=True)
     ours, theirs = pty.openpty()
     drawn = subprocess.run(

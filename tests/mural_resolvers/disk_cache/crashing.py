@@ -15,9 +15,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from conftest import Version  # the script's own folder comes first
+from conftest import Version  # type: ignore[import-not-found] # the script's own folder
 
 from mural_resolvers.digest import WEIGHTS_FILE
 from mural_resolvers.disk_cache import (
@@ -37,8 +38,10 @@ BY_DIGEST = {version.digest: version for version in VERSIONS}
 SETTINGS = CacheSettings(quota_bytes=QUOTA, min_free_bytes=0)
 
 # What changes the disk. ``open`` and ``write`` are among them: a file can be there and empty.
-CHANGES = ("open", "write", "link", "rename", "replace", "unlink", "mkdir", "rmdir", "fsync")
-CHANGES += ("utime", "fchmod")
+CHANGES = (
+    *("open", "write", "link", "rename", "replace", "unlink", "mkdir", "rmdir", "fsync"),
+    *("utime", "fchmod"),
+)
 ROTTEN = bytes(98)
 
 
@@ -164,6 +167,11 @@ def filled(root: Path) -> DiskCache:
     return cache
 
 
+def killed_before(step: int, job: Callable[[Path], None], root: Path) -> None:
+    die_before(step)
+    job(root)
+
+
 def killed_until_it_ends(
     root: Path, job: Callable[[Path], None], prepare: Callable[[Path], DiskCache] | None
 ) -> int:
@@ -171,7 +179,7 @@ def killed_until_it_ends(
     for step in itertools.count():
         shutil.rmtree(root, ignore_errors=True)
         survivor = None if prepare is None else prepare(root)
-        status = status_of(in_child(lambda step=step: (die_before(step), job(root))))  # type: ignore[misc] # bound now
+        status = status_of(in_child(partial(killed_before, step, job, root)))
         if status == 0:
             return step
         assert os.WIFSIGNALED(status), "the child failed by itself"
@@ -264,7 +272,7 @@ def kill_one(root: Path, seed: int, after_s: float) -> None:
 
 def main(kind: str, root: str, *numbers: str) -> None:
     # What a process wrote outlives it without this; only a power cut would tell a difference.
-    os.fsync = lambda _: None
+    os.fsync = lambda fd: None
     run = kill_at_every_step if kind == "steps" else kill_at_random
     print(run(Path(root), *map(int, numbers)))
 

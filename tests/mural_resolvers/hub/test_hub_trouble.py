@@ -65,7 +65,7 @@ async def test_a_hung_hub_is_left(
     adapter_files: Files,
     small_hub_tools: Tools,
     part: str,
-    limits: dict[str, float],
+    limits: dict[str, Any],
 ) -> None:
     hub.add("acme/sql", adapter_files, "v1")
     hub.alter = lambda asked, answer: (

@@ -383,7 +383,7 @@ async def test_watches_that_end_at_once_are_opened_more_and_more_slowly(kube_api
             raise RuntimeError("enough")
         await sleep(0)
 
-    monkeypatch.setattr(watch_module.asyncio, "sleep", record)
+    monkeypatch.setattr(asyncio, "sleep", record)
     monkeypatch.setattr(watch_module, "RETRY_FIRST_S", 1.0)
     monkeypatch.setattr(watch_module, "RETRY_MOST_S", 60.0)
     nothing = {"metadata": {"resourceVersion": "1"}, "items": []}
@@ -406,7 +406,7 @@ async def test_a_server_that_asks_for_patience_gets_it(kube_api, monkeypatch):
         waits.append(wait_s)
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(watch_module.asyncio, "sleep", record)
+    monkeypatch.setattr(asyncio, "sleep", record)
     monkeypatch.setattr(watch_module, "RETRY_MOST_S", 10.0)
     kube_api.answer(429, {"message": "slow down"}, retry_after="7")
     async with KubeClient(kube_api.config()) as client:

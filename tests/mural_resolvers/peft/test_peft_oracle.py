@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from mural_resolvers.base_spec import BaseSpec, ModuleSpec  # noqa: E402
+from mural_resolvers.base_spec import BaseSpec, ModuleKind, ModuleSpec  # noqa: E402
 from mural_resolvers.errors import UnusableAdapter  # noqa: E402
 from mural_resolvers.peft import (  # noqa: E402
     AdapterPlan,
@@ -41,7 +42,7 @@ def spec_of(model) -> BaseSpec:
     modules = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            kind = "lm_head" if name == "lm_head" else "linear"
+            kind: ModuleKind = "lm_head" if name == "lm_head" else "linear"
             modules[name] = ModuleSpec(kind, module.in_features, module.out_features)
         elif isinstance(module, torch.nn.Embedding):
             modules[name] = ModuleSpec("embedding", module.num_embeddings, module.embedding_dim)
@@ -139,7 +140,7 @@ CASES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
 def test_the_plan_has_peft_modules_ranks_and_scales(
-    tmp_path: Path, settings: dict[str, object]
+    tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     model, spec = save_adapter(tmp_path, **settings)
 
@@ -150,9 +151,7 @@ def test_the_plan_has_peft_modules_ranks_and_scales(
 
 
 @pytest.mark.parametrize("settings", CASES.values(), ids=CASES.keys())
-def test_targets_agree_with_peft_on_every_module(
-    tmp_path: Path, settings: dict[str, object]
-) -> None:
+def test_targets_agree_with_peft_on_every_module(tmp_path: Path, settings: dict[str, Any]) -> None:
     model, spec = save_adapter(tmp_path, **settings)
     config = PeftConfig.from_json((tmp_path / "adapter_config.json").read_bytes())
 
@@ -215,7 +214,7 @@ def test_the_live_form_of_names_is_read_as_the_saved_one(tmp_path: Path) -> None
     ],
 )
 def test_what_peft_saves_and_we_do_not_serve_is_refused_by_name(
-    tmp_path: Path, settings: dict[str, object], reason: str
+    tmp_path: Path, settings: dict[str, Any], reason: str
 ) -> None:
     _, spec = save_adapter(tmp_path, load=False, target_modules=["q_proj"], r=4, **settings)
 
@@ -252,7 +251,10 @@ def test_no_key_of_peft_changes_the_answers_unnoticed(tmp_path: Path) -> None:
 
 
 def test_patterns_whose_order_peft_lost_are_refused_as_peft_refuses_them(tmp_path: Path) -> None:
-    settings = {"target_modules": LINEARS, "rank_pattern": {"q_proj": 2, ".*self_attn.*": 3}}
+    settings: dict[str, Any] = {
+        "target_modules": LINEARS,
+        "rank_pattern": {"q_proj": 2, ".*self_attn.*": 3},
+    }
     _, spec = save_adapter(tmp_path, load=False, **settings)
 
     with pytest.raises(UnusableAdapter, match="has the shape"):
@@ -262,7 +264,10 @@ def test_patterns_whose_order_peft_lost_are_refused_as_peft_refuses_them(tmp_pat
 
 
 def test_the_order_of_overlapping_alphas_is_the_one_that_peft_reads(tmp_path: Path) -> None:
-    settings = {"target_modules": LINEARS, "alpha_pattern": {"q_proj": 2, ".*self_attn.*": 3}}
+    settings: dict[str, Any] = {
+        "target_modules": LINEARS,
+        "alpha_pattern": {"q_proj": 2, ".*self_attn.*": 3},
+    }
     model, spec = save_adapter(tmp_path, **settings)
 
     scales = {module.module: module.scale for module in plan_of(tmp_path, spec).modules}

@@ -6,6 +6,7 @@ import json
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,9 @@ def file_of(header: object, data: bytes = b"", length: int | None = None) -> byt
     return (len(raw) if length is None else length).to_bytes(8, "little") + raw + data
 
 
-def entry(start: int, end: int, shape: list[object] | None = None, dtype: object = "U8") -> object:
+def entry(
+    start: int, end: int, shape: list[object] | None = None, dtype: object = "U8"
+) -> dict[str, Any]:
     return {"dtype": dtype, "shape": shape or [end - start], "data_offsets": [start, end]}
 
 

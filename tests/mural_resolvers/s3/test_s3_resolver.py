@@ -328,16 +328,17 @@ class TestAliases:
         settings = moto_sources.bucket.settings(alias_cache_s=5.0)
         resolver = moto_sources.make(settings, clock=lambda: now)
 
-        async def version() -> str | None:
+        async def stable() -> str | None:
             found = await moto_sources.ask(resolver, NAME.at("stable"))
-            return found and found.name.version
+            assert found is not None
+            return found.name.version
 
-        assert await version() == "v1"
+        assert await stable() == "v1"
         moto_sources.alias(stable="v2")
         now = 4.9
-        assert await version() == "v1"
+        assert await stable() == "v1"
         now = 5.0
-        assert await version() == "v2"
+        assert await stable() == "v2"
 
     async def test_a_record_of_aliases_that_is_none_is_unusable(
         self, moto_sources: Sources, adapter: Path

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from email.parser import BytesParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trustme
@@ -57,8 +58,9 @@ class StandIn:
     port: int = 0
     asked: list[tuple[str, str, dict[str, str], bytes]] = field(default_factory=list)
 
-    def settings(self, **more: object) -> ServerSettings:
-        return ServerSettings(**({"host": "127.0.0.1", "port": self.port, "tls": False} | more))
+    def settings(self, **more: Any) -> ServerSettings:
+        here: dict[str, Any] = {"host": "127.0.0.1", "port": self.port, "tls": False}
+        return ServerSettings(**(here | more))
 
     def store(self, **more: object) -> ServerStore:
         return ServerStore(self.settings(**more))
@@ -134,7 +136,8 @@ async def test_the_files_are_sent_as_one_form_under_the_exact_name(
     form = BytesParser().parsebytes(
         f"Content-Type: {headers['Content-Type']}\r\n\r\n".encode() + body
     )
-    parts = {part.get_filename(): part.get_payload(decode=True) for part in form.get_payload()}
+    parts = {str(part.get_filename()): part.get_payload(decode=True) for part in form.walk()}
+    del parts["None"]  # The form itself.
     assert list(parts) == [file.path for file in manifest.files]
     assert all(parts[name] == (adapter / name).read_bytes() for name in parts)
     await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from ssl import SSLContext
+from typing import Any
 
 import msgspec
 import pytest
@@ -134,8 +135,8 @@ class StateServer:
         self._writers.clear()
 
 
-def snapshot_of(boot_id: str, **more: object) -> Snapshot:
-    fields = {
+def snapshot_of(boot_id: str, **more: Any) -> Snapshot:
+    fields: dict[str, Any] = {
         "boot_id": boot_id,
         "seq": 0,
         "base": Base(model_names=("other",), spec_hash="0" * 64),
@@ -160,7 +161,7 @@ async def state_server() -> AsyncIterator[Callable[..., object]]:
     """``await state_server(boots=…, extra=…)``: ends with the test."""
     async with AsyncExitStack() as held:
 
-        async def start(ssl: SSLContext | None = None, **more: object) -> StateServer:
+        async def start(ssl: SSLContext | None = None, **more: Any) -> StateServer:
             server = StateServer(**more)
             listening = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=ssl)
             server.close = listening.close
@@ -194,9 +195,10 @@ async def watch() -> AsyncIterator[Callable[..., object]]:
     """``await watch(discovery or endpoint, …, **settings)``: a view that ends with the test."""
     async with AsyncExitStack() as held:
 
-        async def start(*found: Discovery | Endpoint, **settings: object) -> Watched:
-            first = found[0] if found else None
-            discovery = first if isinstance(first, Discovery) else Listed(*found)
+        async def start(*found: Discovery | Endpoint, **settings: Any) -> Watched:
+            given = [each for each in found if isinstance(each, Discovery)]
+            endpoints = [each for each in found if isinstance(each, Endpoint)]
+            discovery = given[0] if given else Listed(*endpoints)
             return await held.enter_async_context(watching(discovery, FleetSettings(**settings)))
 
         yield start
@@ -211,7 +213,7 @@ def listed() -> type[Listed]:
 def endpoint_of() -> Callable[..., Endpoint]:
     """The endpoint of a server of the API's tests."""
 
-    def make(server: object, name: str = "a", **more: object) -> Endpoint:
+    def make(server: scripted_server.Server, name: str = "a", **more: Any) -> Endpoint:
         return Endpoint(
             name=name,
             host="127.0.0.1",

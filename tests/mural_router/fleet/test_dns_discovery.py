@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import dns.asyncresolver
 import dns.flags
@@ -12,6 +13,7 @@ import dns.rrset
 import pytest
 
 from mural_router.cluster import Cluster
+from mural_router.fleet.discovery import Discovery
 from mural_router.fleet.dns import DnsDiscovery, DnsPlace, parse_dns
 from mural_router.fleet.endpoint import Endpoint
 from mural_router.fleet.places import JoinedDiscovery, open_discovery
@@ -20,13 +22,16 @@ from mural_router.fleet.places import JoinedDiscovery, open_discovery
 class Zone(asyncio.DatagramProtocol):
     """Answers with its records: ``{(name, type): (ttl, *values)}``; absent names are NXDOMAIN."""
 
+    resolver: dns.asyncresolver.Resolver
+
     def __init__(self) -> None:
-        self.records: dict[tuple[str, str], tuple[int | str, ...]] = {}
+        self.records: dict[tuple[str, str], tuple[int, *tuple[str, ...]]] = {}
         self.broken = False
         self.asked = asyncio.Event()
 
-    def connection_made(self, transport: asyncio.DatagramTransport) -> None:
-        self.transport = transport
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # asyncio's own, which is no subclass of DatagramTransport.
+        self.transport: Any = transport
 
     def datagram_received(self, data: bytes, address: tuple[str, int]) -> None:
         query = dns.message.from_wire(data)
@@ -226,7 +231,7 @@ async def test_a_fleet_is_told_when_every_way_has_answered(listed):
 
 
 async def test_the_end_of_one_way_ends_all(listed):
-    class Broken(listed):
+    class Broken(Discovery):
         async def watch(self):
             raise LookupError("no such service")
             yield ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,6 +21,7 @@ from mural_server.protocol import (
     Heartbeat,
     Load,
     Snapshot,
+    StateEvent,
     StateGap,
     apply,
 )
@@ -30,7 +32,7 @@ from tests.mural_router.fleet.conftest import snapshot_of
 HUGE = 10**40
 
 
-def status(name: str, **more: object) -> AdapterStatus:
+def status(name: str, **more: Any) -> AdapterStatus:
     return AdapterStatus(**({"name": name, "digest": "a" * 64, "level": "host"} | more))
 
 
@@ -71,10 +73,12 @@ async def test_names_beyond_the_bound_are_dropped(make_snapshot, monkeypatch):
     report = await reader.take(
         make_snapshot("boot", adapters={name: status(name) for name in names})
     )
+    assert report is not None
     assert (len(report.adapters), report.dropped) == (1000, 500)
     report = await reader.take(
         Delta(boot_id="boot", seq=1, changed=(status("acme:v1", level="slot"), status("new:v1")))
     )
+    assert report is not None
     # What is known goes on being told, and nothing more is taken in.
     assert report.adapters["acme/default:v1"].level == "slot"
     assert len(report.adapters) == 1000
@@ -123,16 +127,17 @@ async def test_following_gives_the_state_that_the_protocol_defines(make_snapshot
     state = make_snapshot("boot", adapters={"acme:v1": status("acme:v1")})
     reader = StateReader()
     await reader.take(state)
-    events = [
+    events: list[StateEvent] = [
         Delta(boot_id="boot", seq=1, changed=(status("globex:v1"),), load=Load(running=3)),
         Heartbeat(boot_id="boot", seq=1),
         Delta(boot_id="boot", seq=2, removed=("acme:v1",), accepting=False),
         Delta(boot_id="boot", seq=3, accepting=True, load=Load(paused=2, waiting=1)),
     ]
-    report = None
+    report: Report | None = None
     for event in events:
         state = apply(state, event)
         report = await reader.take(event) or report
+    assert report is not None
     assert report.ready == (state.accepting and state.ready)
     assert report.waiting == state.load.waiting + state.load.paused
     assert set(report.adapters) == {exact_name(name) for name in state.adapters}

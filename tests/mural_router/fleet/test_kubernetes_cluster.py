@@ -25,7 +25,7 @@ WAIT_S = 90.0
 SEEN_WITHIN_S = 5.0
 """After the API server knows it; as in test_seen_in_time.py."""
 
-SERVICE = {
+SERVICE: dict[str, Any] = {
     "apiVersion": "v1",
     "kind": "Service",
     "metadata": {"name": "mural"},

@@ -35,23 +35,28 @@ def api(kube_api):
     return kube_api
 
 
+class Told:
+    """``await told()``: the next set of endpoints."""
+
+    def __init__(self) -> None:
+        self.sets: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
+
+    async def __call__(self) -> tuple[Endpoint, ...]:
+        return await asyncio.wait_for(self.sets.get(), 20)
+
+
 @pytest.fixture
 async def told(api):
-    """``await told()``: the next set of endpoints."""
     client = KubeClient(api.config(token="the-pods-own-token"))
     discovery = KubernetesDiscovery(KubernetesPlace("mural"), lambda: client)
-    sets: asyncio.Queue[tuple[Endpoint, ...]] = asyncio.Queue()
+    told = Told()
 
     async def follow() -> None:
         async for endpoints in discovery.watch():
-            sets.put_nowait(endpoints)
+            told.sets.put_nowait(endpoints)
 
     following = asyncio.create_task(follow())
 
-    async def told() -> tuple[Endpoint, ...]:
-        return await asyncio.wait_for(sets.get(), 20)
-
-    told.sets = sets
     async with client:
         yield told
         following.cancel()

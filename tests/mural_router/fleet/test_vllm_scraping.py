@@ -131,6 +131,9 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 class Pod:
     """Answers as vLLM does, or as a test wants."""
 
+    endpoint: Endpoint
+    listening: asyncio.Server
+
     def __init__(self) -> None:
         self.health = 200
         self.metrics = METRICS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +36,7 @@ class Fleet:
         return take
 
 
-def make(fleet: Fleet, **bounds: int) -> FairQueue[str]:
+def make(fleet: Fleet, **bounds: Any) -> FairQueue[str]:
     return FairQueue(**bounds)
 
 

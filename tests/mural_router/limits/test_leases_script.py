@@ -27,7 +27,7 @@ class Store:
         self, router: str = "a", *, tenant: str = "acme", held_s: float = 60.0, **fields: Any
     ) -> Answer:
         self._sequence += 1
-        call = {
+        call: dict[str, Any] = {
             "sequence": self._sequence,
             "base": self.bases.get(router, 0),
             "limit_requests": NO_LIMIT,
@@ -167,7 +167,12 @@ def test_a_lease_is_taken_back_and_what_was_spent_is_told(calls: Store) -> None:
 
 
 def test_a_call_that_came_already_is_answered_as_it_was_and_changes_nothing(calls: Store) -> None:
-    wanted = {"limit_requests": 100, "need_requests": 5, "want_requests": 5, "sequence": 77}
+    wanted: dict[str, Any] = {
+        "limit_requests": 100,
+        "need_requests": 5,
+        "want_requests": 5,
+        "sequence": 77,
+    }
     first = calls.call(**wanted, changes=[int(time.time()), 7, 0])
     calls.bases.clear()
 

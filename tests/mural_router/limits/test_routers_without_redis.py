@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,6 +328,10 @@ async def opens(router: Router, count: int) -> bool:
     return statuses == [200] * count
 
 
+def said_more_often(routers: tuple[Router, Router], times: int) -> bool:
+    return all(len(router.said(BACK)) > times for router in routers)
+
+
 @pytest.mark.slow
 async def test_redis_is_killed_again_and_again_and_has_forgotten_nothing(
     server: Any, routers: tuple[Router, Router], until: Until
@@ -338,7 +343,7 @@ async def test_redis_is_killed_again_and_again_and_has_forgotten_nothing(
             server.kill()
             await load.has(load.admitted + 100)
             server.start(durable=True)
-            await until(lambda n=kills: all(len(router.said(BACK)) > n for router in routers))
+            await until(partial(said_more_often, routers, kills))
 
     assert [set(answers) for answers in load.answers] == [{200}] * 2
     await until(lambda: counted(server, "initrode") == load.admitted)

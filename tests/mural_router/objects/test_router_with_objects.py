@@ -142,12 +142,12 @@ async def test_another_aliases_file_of_changed_settings_holds_at_once(tmp_path: 
     await asyncio.to_thread(settings.write_text, f"aliases_file: {tmp_path}/one")
     config = Config(settings, {}, Secrets())
     router = Router(config, LocalLimiter())
-    name = parse_name("acme:stable")
-    assert (await router.versions.resolve(name)).name.version == "v1"
+    stable = parse_name("acme:stable")
+    assert (await router.versions.resolve(stable)).name.version == "v1"
     await asyncio.to_thread(settings.write_text, f"aliases_file: {tmp_path}/two")
     for _ in range(2):
         await config.poll(router.take_over)
-    assert (await router.versions.resolve(name)).name.version == "v2"
+    assert (await router.versions.resolve(stable)).name.version == "v2"
     await router.close()
 
 

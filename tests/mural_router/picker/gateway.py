@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -219,7 +220,7 @@ def _address(port: int) -> dict[str, object]:
     return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
 
 
-def _named(name: str, type_: str) -> dict[str, object]:
+def _named(name: str, type_: str) -> dict[str, Any]:
     return {
         "name": f"envoy.filters.{name}",
         "typed_config": {"@type": _type(f"filters.http.{type_}")},

@@ -173,7 +173,7 @@ async def test_what_a_client_says_of_itself_is_taken_away(client: Client, routin
             x_mural_tenant="globex",
             x_mural_weight="100",
             x_request_id="mine",
-            **{DESTINATION: "192.0.2.66:1"},
+            x_gateway_destination_endpoint="192.0.2.66:1",
         ),
         body(BODY, ends=True),
     )
@@ -372,7 +372,8 @@ async def test_what_decides_fairness_and_the_model_elsewhere_is_no_client_s_to_s
         f"{DESTINATION}-served": "192.0.2.66:1",
         f"{DESTINATION}-subset": "192.0.2.66:1",
     }
-    message = head(**said)
+    message = head()
+    message.request_headers.headers.headers.extend(header_map(said).headers)
     message.metadata_context.filter_metadata["envoy.lb"].update(said)
     await client.send(message, body(BODY, ends=True))
     picked = await client.receive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mural_router.placement import (
     Choice,
@@ -55,16 +56,16 @@ class Case:
     request: PlacementRequest = field(default_factory=lambda: PlacementRequest(ADAPTER))
 
 
-def busy(running: int, **fields: object) -> Replica:
-    return replace(CAN, running=running, **fields)  # type: ignore[arg-type]  # of Replica
+def busy(running: int, **fields: Any) -> Replica:
+    return replace(CAN, running=running, **fields)
 
 
-def with_others(mebibytes: int, *, rank: int = 0, **fields: object) -> Replica:
+def with_others(mebibytes: int, *, rank: int = 0, **fields: Any) -> Replica:
     """It holds another tenant's adapter of this size beside what is given, by default in use."""
     adapters = fields.pop("adapters", {})
     other = replace(
         Residency("host", rank=rank, bytes=mebibytes << 20, load=1.0),
         **{name: fields.pop(name) for name in ("pinned", "requests", "load") if name in fields},
     )
-    made = replace(CAN, adapters={"globex:v1": other, **adapters})  # type: ignore[dict-item]
-    return replace(made, **fields)  # type: ignore[arg-type]  # of Replica
+    made = replace(CAN, adapters={"globex:v1": other, **adapters})
+    return replace(made, **fields)

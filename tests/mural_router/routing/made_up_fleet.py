@@ -11,7 +11,7 @@ from mural_resolvers.names import parse_name
 from mural_resolvers.tenants import Principal, TenantLimits
 from mural_resolvers.tracing import Tracing
 from mural_resolvers.versions import AliasTarget
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.fleet.view import FleetView
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
@@ -60,7 +60,7 @@ class MadeUpFleet:
     def endpoint(self, name: str) -> Endpoint | None:
         if name not in {replica.name for replica in self.fleet.replicas}:
             return None
-        engine = "vllm" if self.engine == "vllm" else "mural"
+        engine: Engine = "vllm" if self.engine == "vllm" else "mural"
         if name in self.listening:
             return self.listening[name]
         return Endpoint(name, f"10.0.0.{ord(name) - 96}", 8000, engine=engine)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mural_resolvers.errors import AdapterNotFound, MuralError
-from mural_resolvers.names import parse_name
+from mural_resolvers.names import AdapterName, parse_name
 from mural_resolvers.versions import AliasTarget
 from mural_router.routing.aliases_file import AliasesFile, parse_aliases_file
-from mural_router.routing.versions import KnownVersions, Versions, VersionSource
+from mural_router.routing.versions import Exact, KnownVersions, Versions, VersionSource
 
 GOOD = b"""
 acme:
@@ -48,9 +48,9 @@ def test_anything_else_is_refused(data):
 
 def test_the_refusal_names_the_adapter_and_the_alias():
     data = b"acme/sql: {stable: [{version: v1}], canary: [{version: v1, wieght: 1}]}"
-    with pytest.raises(MuralError, match=r"acme/sql, canary: .*wieght"):
+    with pytest.raises(MuralError, match=r"^acme/sql\.canary\[0\]\.wieght: there is no such"):
         parse_aliases_file(data)
-    with pytest.raises(MuralError, match="acme/sql: Expected `object`"):
+    with pytest.raises(MuralError, match="acme/sql: a mapping is wanted, not '5'"):
         parse_aliases_file(b"acme/sql: 5")
 
 
@@ -63,21 +63,34 @@ async def settle(file: AliasesFile) -> None:
 STABLE = parse_name("acme:stable")
 
 
+def versions_of(file: AliasesFile, alias: AdapterName) -> list[str | None]:
+    targets = file.targets(alias)
+    assert targets is not None
+    return [each.version for each in targets]
+
+
+def now(versions: Versions, name: AdapterName) -> Exact:
+    """What is known without asking anybody."""
+    found = versions.resolve_now(name)
+    assert found is not None
+    return found
+
+
 async def test_a_change_holds_and_a_bad_one_leaves_the_last_good_one(tmp_path, caplog):
     path = tmp_path / "aliases.yaml"
     path.write_bytes(GOOD)
     file = AliasesFile(path)
     path.write_bytes(GOOD.replace(b"v3", b"v9"))
     await settle(file)
-    assert file.targets(STABLE)[0].version == "v9"
+    assert versions_of(file, STABLE)[0] == "v9"
     for bad in (b"acme: {", b"acme: {stable: []}"):
         path.write_bytes(bad)
         await settle(file)
-        assert file.targets(STABLE)[0].version == "v9"
+        assert versions_of(file, STABLE)[0] == "v9"
     assert (file.numbers.reloads, file.numbers.refused, file.numbers.stale) == (1, 2, True)
     path.unlink()
     await settle(file)
-    assert file.targets(STABLE)[0].version == "v9"
+    assert versions_of(file, STABLE)[0] == "v9"
     assert "refused" in caplog.text
     assert file.targets(parse_name("globex:stable")) is None
     assert file.targets(parse_name("acme:canary")) is None
@@ -101,14 +114,14 @@ async def test_the_file_holds_over_the_store_alias_by_alias_and_at_once(tmp_path
     assert (await versions.resolve(parse_name("acme:canary"))).name.version == "v2"
     path.write_bytes(GOOD.replace(b"v3", b"v4"))  # Without a turn of the store's cache.
     await settle(file)
-    assert versions.resolve_now(STABLE).name.version == "v4"
+    assert now(versions, STABLE).name.version == "v4"
 
 
 async def test_without_a_store_the_file_alone_says_what_an_alias_is(tmp_path):
     path = tmp_path / "aliases.yaml"
     path.write_bytes(GOOD)
     versions = Versions(None, overlay=AliasesFile(path))
-    assert versions.resolve_now(parse_name("acme/sql")).name.exact == "acme/sql:1"
-    assert versions.resolve_now(parse_name("acme:v1")).alias is None
+    assert now(versions, parse_name("acme/sql")).name.exact == "acme/sql:1"
+    assert now(versions, parse_name("acme:v1")).alias is None
     with pytest.raises(AdapterNotFound):
         versions.resolve_now(parse_name("acme"))

@@ -42,12 +42,13 @@ async def test_what_another_answers_opens_and_closes_no_breaker_of_the_one_that_
 
 
 async def test_a_replica_that_a_gateway_does_not_reach_is_suspected_and_avoided() -> None:
-    made = Made(MadeUpFleet(resident("acme:v1"), {}))
+    fleet = MadeUpFleet(resident("acme:v1"), {})
+    made = Made(fleet)
     for _ in range(made.breakers.settings.failures):
         routed = await made.ask("acme:v1")
         assert routed.endpoint.name == "a"
         done(routed, 503, error="unavailable", unreachable=True)
-    assert set(made.fleet.suspected) == {"a"}
+    assert set(fleet.suspected) == {"a"}
     assert made.breakers.states(made.dispatch.now) == {"a": "open"}
     assert made.metrics.replica("a").failures == made.breakers.settings.failures
     assert made.dispatch.ledger.in_flight("a") == 0

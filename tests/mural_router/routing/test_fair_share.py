@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ async def test_a_tenant_whose_requests_are_three_times_as_large_starts_a_third_a
 
 async def test_a_tenant_that_uses_five_times_what_was_expected_pays_for_it_in_starts():
     async with full_fleet(acme_weight=3.0) as starts:
-        used = {"acme": 5 * ESTIMATE, "globex": ESTIMATE}
+        used: dict[str, Any] = {"acme": 5 * ESTIMATE, "globex": ESTIMATE}
         # Shares of tokens stay three to one: 5 x 6 to 10.
         assert (await starts.count(STARTS, **used))["acme"] == pytest.approx(6, abs=1)
         assert (await starts.count(STARTS, **used))["acme"] == pytest.approx(6, abs=1)

@@ -118,12 +118,13 @@ async def test_while_nobody_has_told_what_the_base_is_a_bare_name_is_not_guessed
 
 
 async def test_a_lost_connection_is_tried_on_another_replica_and_told_to_the_fleet():
-    made = Made(MadeUpFleet({}, {}, {}))
+    fleet = MadeUpFleet({}, {}, {})
+    made = Made(fleet)
     routed = await made.ask("acme:v3")
     first = routed.endpoint.name
     assert routed.retry("connect: refused")
     assert routed.endpoint.name != first
-    assert made.fleet.suspected == [first]
+    assert fleet.suspected == [first]
     assert dict(routed.answer_headers)["x-mural-replica"] == routed.endpoint.name
     routed.answered(200)
     done(routed, prompt_tokens=3, completion_tokens=4)
@@ -351,6 +352,8 @@ async def test_a_trace_shows_the_attempts_and_goes_on_in_the_replica():
     answered, refused = exporter.get_finished_spans()
     assert f"{answered.context.trace_id:032x}" == parent.split("-")[1]
     assert onward.split("-")[2] == f"{answered.context.span_id:016x}"
+    assert answered.attributes is not None
+    assert refused.attributes is not None
     assert answered.attributes["mural.adapter"] == "acme:v3"
     assert answered.attributes["mural.attempts"] == 2
     assert [event.name for event in answered.events] == ["attempt failed: connect: refused"]

@@ -20,7 +20,7 @@ from mural_resolvers.tenants import KeyRing, Principal, StoredKey, TenantLimits
 from mural_resolvers.tenants.keys import hash_secret
 from mural_resolvers.tenants.limits import MinuteWindow
 from mural_resolvers.versions import AliasTarget
-from mural_router.fleet.endpoint import Endpoint
+from mural_router.fleet.endpoint import Endpoint, Engine
 from mural_router.limits.account import Account, counts
 from mural_router.limits.local import LocalLimiter
 from mural_router.limits.queue import FairQueue
@@ -102,7 +102,7 @@ class Source:
 
     def set(self, fleet: Fleet) -> None:
         for at, replica in enumerate(fleet.replicas):
-            engine = "mural" if replica.reports else "vllm"
+            engine: Engine = "mural" if replica.reports else "vllm"
             endpoint = Endpoint(replica.name, f"10.0.0.{at}", 80, engine=engine)
             if self.endpoints.get(replica.name) != endpoint:
                 self.endpoints[replica.name] = endpoint
@@ -603,7 +603,12 @@ def test_what_has_no_flow_is_found_once_while_nothing_changes(
     made.source.set(ALONE)
     learned: list[str] = []
     lasting = made.auth.lasting
-    monkeypatch.setattr(made.auth, "lasting", lambda sent: learned.append(sent[0]) or lasting(sent))
+
+    def noted(sent):
+        learned.append(sent[0])
+        return lasting(sent)
+
+    monkeypatch.setattr(made.auth, "lasting", noted)
     for _ in range(3):
         assert made.find("acme:v1", KEYS[5]) is None
     assert learned == [KEYS[5]]

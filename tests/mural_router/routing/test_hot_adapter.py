@@ -147,7 +147,8 @@ class Heard:
 @asynccontextmanager
 async def routers_of(servers: list[Server]) -> AsyncIterator[tuple[Heard, Heard]]:
     """Two that know nothing of each other."""
-    listening, endpoints = [], []
+    listening: list[asyncio.Server] = []
+    endpoints: list[Endpoint] = []
     for server in servers:
         listening.append(await asyncio.start_server(server.serve, "127.0.0.1", 0))
         port = listening[-1].sockets[0].getsockname()[1]
@@ -158,21 +159,23 @@ async def routers_of(servers: list[Server]) -> AsyncIterator[tuple[Heard, Heard]
     for task in following:
         task.cancel()
     await asyncio.gather(*following, return_exceptions=True)
-    for each in (*listening, *servers):
-        each.close()
+    for listener in listening:
+        listener.close()
+    for server in servers:
+        server.close()
 
 
 async def test_an_adapter_whose_load_rises_gets_one_more_home_the_same_with_every_router():
     servers = [Server(name) for name in NAMES]
     async with routers_of(servers) as routers:
-        for each in routers:
-            await each.all_of(servers)
+        for router in routers:
+            await router.all_of(servers)
         by_name = {server.name: server for server in servers}
         first, second, *others = [
             by_name[replica.name] for replica in order(EXACT, routers[0].view.fleet)
         ]
 
-        async def told() -> tuple[Counter[str], ...]:
+        async def told() -> Counter[str]:
             """Where requests go by what the servers have said, alike with both routers."""
             for each in routers:
                 await each.all_of(servers)

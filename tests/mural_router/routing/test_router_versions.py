@@ -259,6 +259,7 @@ async def test_a_versions_manifest_is_read_once_and_again_when_it_went_and_came(
         manifest = build_manifest(ADAPTER)
         (tmp_path / "acme" / "default" / version / MANIFEST_FILE).write_bytes(manifest.to_json())
     store = open_store(str(tmp_path))
+    assert isinstance(store, DirectoryStore)
     read: list[str] = []
 
     async def counted(name: AdapterName) -> Manifest | None:

@@ -228,11 +228,14 @@ async def test_deltas_applied_give_the_next_snapshot(feed, server):
     server.state.readiness.declare({"globex:v1"})
     feed.refresh()
     delta = difference(old, feed.snapshot)
+    assert delta is not None
     assert apply(old, delta) == feed.snapshot
     await server.state.catalog.admin.unload("acme:v1")
     old = feed.snapshot
     feed.refresh()
-    assert apply(old, difference(old, feed.snapshot)) == feed.snapshot
+    delta = difference(old, feed.snapshot)
+    assert delta is not None
+    assert apply(old, delta) == feed.snapshot
     assert feed.snapshot.adapters == {}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from mural_server.api.body import parse_body
 from mural_server.api.errors import BadParameter
@@ -268,7 +269,7 @@ json_values = st.recursive(
 )
 
 
-def bodies(model: type) -> st.SearchStrategy[dict[str, Any]]:
+def bodies(model: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(sorted(model.model_fields)), json_values, max_size=5)
 
 

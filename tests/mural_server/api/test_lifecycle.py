@@ -40,7 +40,7 @@ async def test_a_stop_lets_open_requests_end_and_takes_no_more(server):
 
 async def test_a_stop_is_told_at_once_to_whoever_follows_the_state(server):
     chunks = await begun_stream(server)
-    told = []
+    told: list[tuple[bool, bool]] = []
 
     async def follow() -> None:
         async with aclosing(ControlClient("127.0.0.1", server.control_port).states()) as states:

@@ -134,7 +134,7 @@ async def test_other_content_than_the_router_was_told_is_409(routed):
     other = ACME | {"x-mural-digest": "0" * 64}
     before = len(routed.engine.requests)
     for path in ("/v1/completions", "/tokenize", "/v1/chat/completions"):
-        body = {"model": "acme:v1", "prompt": "x"}
+        body: dict[str, object] = {"model": "acme:v1", "prompt": "x"}
         if "chat" in path:
             body = {"model": "acme:v1", "messages": [{"role": "user", "content": "x"}]}
         response = await routed.http.post(path, json=body, headers=other)

@@ -113,7 +113,10 @@ async def test_base_and_adapters_answer_as_peft_does_and_a_stop_drains(serving, 
             extra_body={"ignore_eos": True},
         )
         assert answer.model == model
-        return answer.choices[0].logprobs.tokens
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.tokens is not None
+        return logprobs.tokens
 
     found = await asyncio.gather(*(tokens(model) for model in ("tiny", "acme:v1", "acme:v2")))
     names = serving.client()

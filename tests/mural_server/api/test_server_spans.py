@@ -29,5 +29,6 @@ async def test_a_request_that_generates_has_a_span_and_others_have_none():
     tracing.close()
     (span,) = exporter.get_finished_spans()
     assert f"{span.context.trace_id:032x}" == PARENT.split("-")[1]
+    assert span.attributes is not None
     assert span.attributes["http.response.status_code"] == 429
     assert [event.name for event in span.events] == ["first byte"]

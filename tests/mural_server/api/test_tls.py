@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -66,7 +67,7 @@ async def shown_by(port: int, ca: trustme.CA) -> bytes:
 async def test_a_pod_is_reached_by_address_and_believed_by_name(start_server, pair, ca):
     server = await start_server(**pair.flags, control_token="the-control-token")
 
-    def client(**more: object) -> ControlClient:
+    def client(**more: Any) -> ControlClient:
         return ControlClient("127.0.0.1", server.control_port, token="the-control-token", **more)
 
     good = client(ssl=believing(ca), server_name=NAME)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -10,16 +11,16 @@ import pytest
 
 from mural_server.bench import report as tables
 from mural_server.bench.adapters import adapter_folder, make_adapters
-from mural_server.bench.contender import Remote
-from mural_server.bench.four_groups import FourGroupsReport, measure_four_groups
+from mural_server.bench.contender import Contender, Remote
+from mural_server.bench.four_groups import FourGroupsReport, Where, measure_four_groups
 from mural_server.bench.in_process import InProcess
 from mural_server.bench.loads import measure_loads
 from mural_server.bench.peft_baseline import PeftBaseline
 from mural_server.bench.profile import measure_profile
-from mural_server.bench.setup import BenchError, Setup, group_jobs
+from mural_server.bench.setup import BenchError, Job, Setup, group_jobs
 from mural_server.bench.slots import measure_slots
 
-MAKERS = {"in-process": InProcess, "peft": PeftBaseline}
+MAKERS: dict[Where, Callable[[Setup], Contender]] = {"in-process": InProcess, "peft": PeftBaseline}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +76,7 @@ def test_only_churn_loads_adapters(four_groups: FourGroupsReport) -> None:
     sizes = four_groups.setup.sizes
     assert cold["base"] == cold["one"] == cold["mixed"] == 0
     # All of the first round's, and what the cycle brings anew in the second.
+    assert cold["churn"] is not None
     assert cold["churn"] >= sizes.concurrency + sizes.concurrency - sizes.host_adapters
 
 
@@ -162,14 +164,14 @@ def test_a_profile_names_the_engines_parts_and_leaves_nothing_out(
     assert "engine.runner" in capsys.readouterr().out
 
 
-class Failing:
+class Failing(Contender):
     """Fails in its child in one way or another."""
 
     def __init__(self, setup: Setup) -> None:
         if setup.seed:
             raise ValueError("no place to start")
 
-    def settle(self, jobs: list[object]) -> None:
+    def settle(self, jobs: list[Job]) -> None:
         raise ValueError("cannot settle")
 
     def close(self) -> None:

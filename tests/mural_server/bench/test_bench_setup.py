@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mural_server.bench.setup import GROUPS, Setup, group_jobs, settling_jobs
+from mural_server.bench.setup import GROUPS, Group, Setup, group_jobs, settling_jobs
 
 SETUP = Setup(model="unused", vocab_size=1000, adapter_dir="unused")
 
@@ -29,7 +29,7 @@ def test_prompts_are_the_same_at_every_run() -> None:
 
 
 @pytest.mark.parametrize(("group", "adapters"), [("base", 0), ("one", 1), ("mixed", 8)])
-def test_a_group_has_its_number_of_adapters(group: str, adapters: int) -> None:
+def test_a_group_has_its_number_of_adapters(group: Group, adapters: int) -> None:
     jobs = group_jobs(SETUP, group, 0)
     assert len(jobs) == SETUP.sizes.concurrency
     assert len({job.adapter for job in jobs if job.adapter}) == adapters

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -336,7 +337,7 @@ def test_nothing_is_rebuilt_while_the_rows_stay_and_only_the_new_is_when_one_joi
     rows = [Row(params, seed=i) for i in range(3)]
     sampler = Sampler()
 
-    def step(present: list[Row]) -> object:
+    def step(present: list[Row]) -> Any:
         sampled = sampler.sample(random_logits(len(present), 100), present)
         for row, token in zip(present, token_ids(sampled), strict=True):
             row.tokens.append(token)

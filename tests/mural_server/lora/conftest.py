@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ class Lab:
             peft.save_pretrained(path)
         return WrittenAdapter(path, peft.eval())
 
-    def load(self, path: Path, lora_id: int, **options: object) -> LoRAModel:
+    def load(self, path: Path, lora_id: int, **options: Any) -> LoRAModel:
         return LoRAModel.from_local_checkpoint(
             path, self.spec, self.options, lora_model_id=lora_id, **options
         )
@@ -111,7 +111,7 @@ class Lab:
             packed_modules_mapping=model.packed_modules_mapping,
             max_rows=64,
         )
-        manager.model = model
+        manager.model = model  # type: ignore[attr-defined] # of the tests alone
         return manager
 
 

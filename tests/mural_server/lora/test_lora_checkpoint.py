@@ -17,7 +17,7 @@ from mural_resolvers.errors import ManifestMismatch, MuralError, TooLarge, Unusa
 from mural_resolvers.limits import AdapterLimits
 from mural_resolvers.manifest import MANIFEST_FILE, build_manifest
 from mural_server.lora.base_copies import BaseDigests
-from mural_server.lora.checkpoint import LoadOptions, read_checkpoint
+from mural_server.lora.checkpoint import LoadOptions, WeightDType, read_checkpoint
 from mural_server.lora.model import LoRAModel
 
 WEIGHTS = "adapter_model.safetensors"
@@ -210,7 +210,8 @@ def test_a_copy_of_the_base_is_taken_only_if_equal(labs, base, served):
     folder = lab.write(target_modules=["embed_tokens", "lm_head"]).path
     assert any("base_layer" in key for key in load_file(folder / WEIGHTS))
     digests = BaseDigests(lab.model(served).base_weight)
-    options = LoadOptions(dtype=str(served).removeprefix("torch."))
+    dtype: WeightDType = "float32" if served is torch.float32 else "bfloat16"
+    options = LoadOptions(dtype=dtype)
 
     def read():
         return LoRAModel.from_local_checkpoint(

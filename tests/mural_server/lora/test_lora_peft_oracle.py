@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from peft.tuners.lora import LoraLayer
@@ -10,7 +12,7 @@ from mural_server.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "rank and alpha patterns": {
         "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.up_proj": 7},

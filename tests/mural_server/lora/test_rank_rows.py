@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mural_server.lora.rank_rows import RankRowAllocator
+from mural_server.lora.rank_rows import RankRowAllocator, RankRows
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.data())
 def test_a_free_slot_always_finds_rows_of_its_own(max_loras, max_rank, data):
     rows = RankRowAllocator(max_loras, max_rank)
-    held: dict[int, tuple[int, int]] = {}
+    held: dict[int, RankRows] = {}
     for _ in range(data.draw(st.integers(1, 40))):
         slot = data.draw(st.integers(0, max_loras - 1))
         if slot in held:

@@ -48,7 +48,10 @@ class PagedRunner:
         decodes = [item for item in work if item[1] == 1]
         chunks = [item for item in work if item[1] > 1]
         ordered = [*decodes, *chunks]
-        ids, positions, slots, prefills = [], [], [], []
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        prefills: list[PrefillChunk] = []
         for sequence, count in ordered:
             start, end = sequence.computed, sequence.computed + count
             while len(sequence.blocks) * BLOCK_SIZE < end:

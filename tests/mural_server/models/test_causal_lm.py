@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from mural_server.layers.linear import MergedColumnParallelLinear
 from mural_server.ops.base import Activation
 from mural_server.ops.batch import AttentionSpec
 
@@ -58,7 +59,7 @@ def test_base_weights_come_back_bit_for_bit(family: str, dtype, tiny_model, load
 class Doubling(nn.Module):
     """Stands where a LoRA wrapper would: same calls, another answer."""
 
-    def __init__(self, base_layer: nn.Module) -> None:
+    def __init__(self, base_layer: MergedColumnParallelLinear) -> None:
         super().__init__()
         self.base_layer = base_layer
 

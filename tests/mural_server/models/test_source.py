@@ -86,7 +86,7 @@ def test_a_tokenizer_written_in_python_is_refused() -> None:
         chat_template = None
 
     with pytest.raises(UnsupportedModel, match="Slow is not a fast one"):
-        tokenizer_state(Slow())  # type: ignore[arg-type]  # what is tested
+        tokenizer_state(Slow())
 
 
 def test_the_packaged_model_is_found_without_importing_its_package(tmp_path, monkeypatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ pytestmark = [
     pytest.mark.parametrize("isa", ISAS),
 ]
 
-BATCHES = {
+BATCHES: dict[str, dict[str, Any]] = {
     "one token": {"decodes": (1,)},
     "one decode": {"decodes": (37,)},
     "equal decodes": {"decodes": (48,) * 4},

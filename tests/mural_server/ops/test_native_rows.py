@@ -148,8 +148,8 @@ def test_large_batches_are_shared_out_among_threads_with_equal_results(isa: Isa)
             kv = KVLayer(torch.zeros(21, 3, 16, 64), torch.zeros(21, 3, 16, 64))
             queries = native.rotary_and_write_kv(qkv, cos, sin, kv, slots)
             turned = native.rotary(qkv, cos, sin)
-            outputs.append((native.rms_norm(x, weight, 1e-5), queries, turned, *kv))
-            outputs[-1] += (native.gated(x, "silu"),)
+            normed, gated = native.rms_norm(x, weight, 1e-5), native.gated(x, "silu")
+            outputs.append((normed, queries, turned, *kv, gated))
     finally:
         torch.set_num_threads(before)
     for others in outputs[1:]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ REFERENCE = ReferenceOps()
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 3e-2}
 """Absolute, for values of variance 1. bf16: scores and weights are rounded to 2^-8 each."""
 
-BATCHES = {
+BATCHES: dict[str, dict[str, Any]] = {
     "one token": {"decodes": (1,)},
     "one decode": {"decodes": (37,)},
     "equal decodes": {"decodes": (48,) * 4},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ def test_lora_agrees_with_the_reference(
     outs: tuple[int, ...],
     segments: list[LoRASegment],
     ranks: list[tuple[int, int]],
-    form: dict[str, int],
+    form: dict[str, Any],
 ) -> None:
     a, b = stacks(outs, ranks, dtype)
     batch = build_lora_batch(segments, ranks, **form)
@@ -102,7 +103,7 @@ def test_lora_embedding_agrees_with_the_reference(
     dtype: torch.dtype,
     segments: list[LoRASegment],
     ranks: list[tuple[int, int]],
-    form: dict[str, int],
+    form: dict[str, Any],
 ) -> None:
     a, b = stacks((64,), ranks, dtype)
     batch = build_lora_batch(segments, ranks, **form)
@@ -117,7 +118,7 @@ def test_lora_embedding_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_activations_may_be_wider_than_the_stacks(form: dict[str, int]) -> None:
+def test_activations_may_be_wider_than_the_stacks(form: dict[str, Any]) -> None:
     a, b = stacks((72, 24, 24), MIXED_RANKS, torch.bfloat16)
     batch = build_lora_batch(ROWS["decodes and chunks"], MIXED_RANKS, **form)
     rows = batch.row_slots.shape[0]
@@ -157,7 +158,7 @@ def test_an_absent_member_is_zero_rows_and_adds_nothing(dtype: torch.dtype) -> N
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_overflow_of_one_adapter_does_not_reach_anothers_rows(
-    dtype: torch.dtype, form: dict[str, int]
+    dtype: torch.dtype, form: dict[str, Any]
 ) -> None:
     ops = PackedOps(dtype)
     a, b = stacks((64,), MIXED_RANKS, dtype)
@@ -176,7 +177,7 @@ def test_an_overflow_of_one_adapter_does_not_reach_anothers_rows(
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_base_row_next_to_an_adapters_keeps_infinities_and_nan(
-    dtype: torch.dtype, form: dict[str, int]
+    dtype: torch.dtype, form: dict[str, Any]
 ) -> None:
     a, b = stacks((64,), MIXED_RANKS, dtype)
     y = torch.randn(3, 64).to(dtype)
@@ -190,7 +191,7 @@ def test_a_base_row_next_to_an_adapters_keeps_infinities_and_nan(
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_gets_like_answers_alone_and_in_a_mix(
-    dtype: torch.dtype, form: dict[str, int]
+    dtype: torch.dtype, form: dict[str, Any]
 ) -> None:
     ops = PackedOps(dtype)
     a, b = stacks((72, 24, 24), MIXED_RANKS, dtype)

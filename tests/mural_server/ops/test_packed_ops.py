@@ -156,13 +156,13 @@ def test_write_kv_fills_the_same_places(paged, dtype: torch.dtype, block_size: i
 
 
 def test_write_kv_rounds_wide_keys_and_values_to_the_pool() -> None:
-    news = torch.randn(2, 1, 2, 16)
+    keys, values = torch.randn(2, 1, 2, 16)
     kv, expected = (
         KVLayer(torch.zeros(3, 2, 8, 16).bfloat16(), torch.zeros(3, 2, 8, 16).bfloat16())
         for _ in range(2)
     )
-    PackedOps(torch.bfloat16).write_kv(kv, *news, torch.tensor([9]))
-    REFERENCE.write_kv(expected, *news, torch.tensor([9]))
+    PackedOps(torch.bfloat16).write_kv(kv, keys, values, torch.tensor([9]))
+    REFERENCE.write_kv(expected, keys, values, torch.tensor([9]))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(kv, expected, strict=True))
 
 

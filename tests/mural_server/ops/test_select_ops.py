@@ -14,7 +14,7 @@ from mural_server.ops import (
     select,
     select_ops,
 )
-from mural_server.ops.native.library import NativeUnavailable, available
+from mural_server.ops.native.library import NativeUnavailable, available, load
 from mural_server.ops.packed_linear import fastest_form
 
 native_here = pytest.mark.skipif(not available(), reason="no native operators here")
@@ -64,7 +64,7 @@ def test_native_products_are_taken_unless_they_lose_the_race(
 def test_the_race_gives_the_native_products_share_of_the_packed_ones_time() -> None:
     form = fastest_form(torch.bfloat16).form
     select._native_over_packed.cache_clear()
-    assert 0 < select._native_over_packed(select.load(), form) < 10
+    assert 0 < select._native_over_packed(load(), form) < 10
 
 
 @native_here

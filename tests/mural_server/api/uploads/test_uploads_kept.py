@@ -232,7 +232,8 @@ async def test_downloads_have_bounds_and_a_client_that_leaves_gives_its_place_ba
         begun.release()
         try:
             await asyncio.Event().wait()
-            yield aiter(())
+            raise AssertionError("it hangs until it is left")
+            yield
         finally:
             gone.release()
 

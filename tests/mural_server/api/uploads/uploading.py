@@ -30,7 +30,7 @@ def keys(tmp_path: Path) -> dict[str, str]:
     which may use the source ``hub`` alone, and rare, which may ask twice a minute.
     """
     minted = {tenant: mint_key() for tenant in ("acme", "globex", "small", "hubbed", "rare")}
-    tenants = [
+    tenants: list[dict[str, Any]] = [
         {"id": tenant, "keys": [{"id": key.key_id, "sha256": key.sha256}]}
         for tenant, key in minted.items()
     ]
@@ -158,11 +158,11 @@ async def intakes(monkeypatch: pytest.MonkeyPatch) -> Intakes:
     told = Intakes(asyncio.Semaphore(0), asyncio.Semaphore(0))
     loop, begin, receive = asyncio.get_running_loop(), Intake.__init__, Uploads.receive
 
-    def tell_begin(self, *args: object) -> None:
+    def tell_begin(self: Intake, *args: Any) -> None:
         begin(self, *args)
         loop.call_soon_threadsafe(told.begun.release)
 
-    async def tell_end(self, *args: object) -> object:
+    async def tell_end(self: Uploads, *args: Any) -> object:
         try:
             return await receive(self, *args)
         finally:
@@ -177,9 +177,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def tar_of(files: dict[str, bytes], prefix: str = "", mode: str = "w:") -> bytes:
+def tar_of(files: dict[str, bytes], prefix: str = "") -> bytes:
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+    with tarfile.open(fileobj=buffer, mode="w:") as archive:
         for name, data in files.items():
             info = tarfile.TarInfo(prefix + name)
             info.size = len(data)
