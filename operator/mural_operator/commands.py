@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from mural_resolvers.cli import OneLineParser
+from mural_resolvers.conversion import converted
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import redacted
 from mural_resolvers.stderr_log import log_to_stderr
@@ -68,17 +69,12 @@ def _run(given: Mapping[str, object], environment: Mapping[str, str]) -> int:
         raise InvalidInput(
             f"The operator's packages are not installed ({error}): pip install 'mural[operator]'."
         ) from None
-    import msgspec
-
     fields = {name: given[name] for name in OperatorSettings.__struct_fields__ if name in given}
     if given.get("no_admin"):
         fields["admin_port"] = None
     if environment.get(POD_NAME_VARIABLE):
         fields["pod_name"] = environment[POD_NAME_VARIABLE]
-    try:
-        settings = msgspec.convert(fields, OperatorSettings)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"The flags cannot be understood: {error}.") from None
+    settings = converted(fields, OperatorSettings, strict=True)
     if settings.all_namespaces and settings.watch_namespaces:
         raise InvalidInput("--all-namespaces and --watch-namespace exclude each other.")
     log_to_stderr(settings.log_level)

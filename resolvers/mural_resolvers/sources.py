@@ -16,9 +16,9 @@ from typing import TypeVar, cast
 from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
-import yaml
 
 from mural_resolvers.base_spec import BaseSpec
+from mural_resolvers.conversion import converted, in_file, read_yaml, wanted
 from mural_resolvers.directory import DirectoryResolver
 from mural_resolvers.disk_cache import CacheSettings, DiskCache
 from mural_resolvers.download import Downloader
@@ -78,7 +78,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def settings(self) -> CacheSettings:
         """The cache's own settings; raise ``InvalidInput`` for a quota that is no size."""
-        return CacheSettings(quota_bytes=parse_size(str(self.quota)), verify_on_lease=self.verify)
+        try:
+            quota_bytes = parse_size(str(self.quota))
+        except InvalidInput as error:
+            raise InvalidInput(f"cache.quota: {error.message}") from None
+        return CacheSettings(quota_bytes=quota_bytes, verify_on_lease=self.verify)
 
 
 class FetchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,7 +99,7 @@ class FetchConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         values = msgspec.structs.asdict(self)
         for name, value in values.items():
             if not value > 0:
-                raise InvalidInput(f"fetch.{name}: a number above 0 is wanted.")
+                raise InvalidInput(f"fetch.{name}: {wanted('a number above 0', value)}.")
         return FetcherSettings(**values)
 
 
@@ -116,26 +120,12 @@ class _FileBody(msgspec.Struct, forbid_unknown_fields=True):
 
 def read_sources(path: Path) -> SourcesConfig:
     """Read the YAML file of sources; raise ``InvalidInput`` that names the place that is wrong."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise InvalidInput(f"{path}: {error.strerror}.") from None
-    if len(data) > _MAX_FILE_BYTES:
-        raise InvalidInput(f"{path} is larger than {_MAX_FILE_BYTES} bytes.")
-    try:
-        raw = yaml.safe_load(data)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark is not None else ""
-        raise InvalidInput(f"{path}{place}: this is not YAML.") from None
-    try:
-        body = msgspec.convert(raw, _FileBody)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"{path}: {error}.") from None
-    resolvers = tuple(_source(place, entry) for place, entry in enumerate(body.resolvers))
-    body.cache.settings()
-    body.fetch.settings()
+    raw = read_yaml(path, _MAX_FILE_BYTES)
+    with in_file(path):
+        body = converted(raw, _FileBody)
+        resolvers = tuple(_source(place, entry) for place, entry in enumerate(body.resolvers))
+        body.cache.settings()
+        body.fetch.settings()
     return SourcesConfig(resolvers, body.cache, body.fetch)
 
 
@@ -143,9 +133,9 @@ def _source(place: int, entry: dict[str, object]) -> SourceConfig:
     options = dict(entry)
     kind, name = options.pop("type", None), options.pop("name", None)
     if not isinstance(kind, str) or not kind:
-        raise InvalidInput(f"resolvers[{place}]: type is missing, such as s3, hub or directory.")
+        raise InvalidInput(f"resolvers[{place}].type: s3, hub, directory or another is wanted.")
     if name is not None and (not isinstance(name, str) or not name):
-        raise InvalidInput(f"resolvers[{place}].name: a text is wanted.")
+        raise InvalidInput(f"resolvers[{place}].name: {wanted('a text', name)}.")
     return SourceConfig(kind, name or kind, options)
 
 
@@ -218,10 +208,7 @@ def convert_options(options: Mapping[str, object], form: type[T]) -> T:
 
     Texts stand for numbers and truth values, since a URL has nothing else.
     """
-    try:
-        return msgspec.convert(dict(options), form, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"{error}.") from None
+    return converted(dict(options), form)
 
 
 class _DirectoryOptions(msgspec.Struct, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Generic, TypeVar
 
+from mural_resolvers.conversion import in_file
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.files import read_settings
 from mural_resolvers.redaction import redacted
@@ -63,7 +64,7 @@ class WatchedFile(Generic[T]):
         self._max_bytes = max_bytes
         self._shown = shown
         data = self._read()
-        self.value = parse(data)
+        self.value = self._parsed(data)
         self.numbers = WatchNumbers(loaded_at=datetime.now(UTC))
         self._taken = _digest(data)
         self._seen = self._taken
@@ -103,14 +104,19 @@ class WatchedFile(Generic[T]):
             await self._take(data, digest)
 
     def _read(self) -> bytes:
-        try:
-            return read_settings(self._path, self._max_bytes + 1)
-        except OSError as error:
-            raise InvalidInput(f"The {self._what} cannot be read: {error.strerror}.") from None
+        with in_file(self._path):
+            try:
+                return read_settings(self._path, self._max_bytes + 1)
+            except OSError as error:
+                raise InvalidInput(f"The {self._what} cannot be read: {error.strerror}.") from None
+
+    def _parsed(self, data: bytes) -> T:
+        with in_file(self._path):
+            return self._parse(data)
 
     async def _take(self, data: bytes, digest: str) -> None:
         try:
-            value = await asyncio.to_thread(self._parse, data)
+            value = await asyncio.to_thread(self._parsed, data)
         except MuralError as error:
             self._refuse(digest, error)
             return

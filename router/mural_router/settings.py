@@ -291,8 +291,8 @@ def _no_file(path: str | None) -> str:
 
 def read_config(path: Path) -> dict[str, object]:
     """The file as text and mappings; raise ``InvalidInput`` for what is no mapping in YAML."""
+    raw = read_yaml(path, MAX_CONFIG_BYTES)
     with in_file(path):
-        raw = read_yaml(path, MAX_CONFIG_BYTES)
         return {} if raw is None else converted(raw, dict[str, object])
 
 

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from mural_resolvers.cli import OneLineParser
+from mural_resolvers.conversion import converted
 from mural_resolvers.errors import InvalidInput, MuralError
 from mural_resolvers.redaction import redacted
 from mural_resolvers.secret_text import read_secret
@@ -133,9 +134,9 @@ def _fields_of(kind: type[msgspec.Struct], given: Mapping[str, object]) -> dict[
 
 def _converted(fields: dict[str, object], kind: type[Settings]) -> Settings:
     try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{error}") from None
+        return converted(fields, kind, strict=True)
+    except InvalidInput as error:
+        raise SettingsError(error.message) from None
 
 
 # Those of HTTP and S3 clients hold signed URLs and headers on top.
@@ -533,7 +534,9 @@ def _lora_module(text: str) -> LoRAModule:
         try:
             fields = json.loads(text)
             fields.pop("base_model_name", None)
-            return msgspec.convert(fields, LoRAModule)
+            return converted(fields, LoRAModule, strict=True)
+        except InvalidInput as error:
+            raise argparse.ArgumentTypeError(error.message.removesuffix(".")) from None
         except (ValueError, AttributeError) as error:
             raise argparse.ArgumentTypeError(f"not an adapter: {error}") from None
     name, equals, path = text.partition("=")

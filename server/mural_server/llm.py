@@ -18,7 +18,8 @@ import msgspec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typing_extensions import Unpack
 
-from mural_resolvers.errors import AdapterNotFound
+from mural_resolvers.conversion import converted
+from mural_resolvers.errors import AdapterNotFound, InvalidInput
 from mural_resolvers.limits import DEFAULT_LIMITS
 from mural_resolvers.manifest import build_manifest
 from mural_resolvers.names import parse_name
@@ -124,9 +125,9 @@ class LLM:
     ) -> None:
         path = model or default_model_path()
         try:
-            settings = msgspec.convert({"model": path, **options}, EngineSettings)
-        except msgspec.ValidationError as error:
-            raise SettingsError(f"{error}.") from None
+            settings = converted({"model": path, **options}, EngineSettings, strict=True)
+        except InvalidInput as error:
+            raise SettingsError(error.message) from None
         self._ids = LoRAIdAllocator()
         self._counter = itertools.count()
         self._loop = asyncio.new_event_loop()

@@ -70,7 +70,8 @@ def _check_files(server: ServerSettings) -> None:
 
 
 def _check_adapters(server: ServerSettings, limits: AdapterLimits) -> None:
-    with _of("adapters"):
+    file = server.adapter_sources
+    with _of("adapters" if file is None else f"--adapter-sources: {file}"):
         build_resolvers(server.sources().resolvers, limits)
     for module in server.lora_modules:
         with _of(f"--lora-modules {module.name}"):

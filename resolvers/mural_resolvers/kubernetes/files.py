@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from msgspec import inspect
 
+from mural_resolvers.conversion import converted
 from mural_resolvers.errors import InvalidInput, MuralError, quoted
 from mural_resolvers.kubernetes.objects import (
     GROUP,
@@ -117,11 +118,8 @@ def _convert(fields: dict[YamlValue, YamlValue], kind: type[T], read: Callable[[
     unknown = next(_unknown(fields, inspect.type_info(kind), ""), None)
     if unknown is not None:
         raise InvalidInput(f"{unknown}: there is no such field.")
-    try:
-        # Every scalar is text here: what it means is the schema's to say.
-        each = msgspec.convert(fields, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"{error}.".replace("`", "").replace("$.", "")) from None
+    # Every scalar is text here: what it means is the schema's to say.
+    each = converted(fields, kind)
     for name, text in (("name", each.metadata.name), ("namespace", each.metadata.namespace)):
         pattern = _NAME if name == "name" else _LABEL
         if not (pattern.fullmatch(text) or (name == "namespace" and not text)):

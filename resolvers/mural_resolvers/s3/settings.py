@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from mural_resolvers.conversion import wanted
 from mural_resolvers.errors import InvalidInput, quoted
 
 __all__ = ["S3Settings"]
@@ -85,7 +86,7 @@ class S3Settings:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and setting.name != _MAY_BE_0):
-                raise InvalidInput(f"{setting.name} is a number above 0.")
+                raise InvalidInput(f"{setting.name}: {wanted('a number above 0', value)}.")
         if self.upload_part_bytes < _MIN_PART_BYTES:
             raise InvalidInput(f"upload_part_bytes is at least {_MIN_PART_BYTES}, S3's own limit.")
 
@@ -130,7 +131,7 @@ class S3Settings:
         if url is None:
             return cls._read(raw)
         if not isinstance(url, str):
-            raise InvalidInput("url is a text.")
+            raise InvalidInput(f"url: {wanted('a text', url)}.")
         stated = cls.from_url(url)
         defaults = {setting.name: setting.default for setting in fields(cls)}
         told = {
@@ -176,7 +177,7 @@ def _converted(name: str, value: object) -> object:
         return Path(value)
     if isinstance(value, str) and (value or name == "prefix"):
         return value
-    raise InvalidInput(f"{name} is a text that is not empty.")
+    raise InvalidInput(f"{name}: {wanted('a text that is not empty', value)}.")
 
 
 def _flag(name: str, value: object) -> bool:
@@ -184,7 +185,7 @@ def _flag(name: str, value: object) -> bool:
         return value
     if isinstance(value, str) and value.lower() in _TRUE | _FALSE:
         return value.lower() in _TRUE
-    raise InvalidInput(f"{name} is 1 or 0.")
+    raise InvalidInput(f"{name}: {wanted('true or false', value)}.")
 
 
 def _number(name: str, value: object) -> float:
@@ -193,7 +194,8 @@ def _number(name: str, value: object) -> float:
             return int(value) if name in _WHOLE else float(value)
         except (ValueError, OverflowError):
             pass
-    raise InvalidInput(f"{name} is a number.")
+    what = "a whole number" if name in _WHOLE else "a number"
+    raise InvalidInput(f"{name}: {wanted(what, value)}.")
 
 
 def _check_prefix(prefix: str) -> None:

@@ -6,7 +6,6 @@ with an error in it.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
+from mural_resolvers.conversion import converted, wanted
 from mural_resolvers.errors import InvalidInput, quoted
 from mural_resolvers.names import is_tenant
 from mural_resolvers.redaction import holds_key
@@ -47,9 +47,6 @@ MAX_COUNT = 1 << 53
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SOURCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}")
 _PUBLIC = re.compile(r"[a-z0-9._*?-]{1,63}(:[A-Za-z0-9._*?-]{1,128})?")
-
-_NO_SCALAR = re.compile(r"Expected `(int|float|bool)(?: \| null)?`, got `str`")
-_WANTED = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 T = TypeVar("T")
 
@@ -173,10 +170,7 @@ def parse_tenants(data: bytes) -> TenantsConfig:
     if holds_key(data.decode("utf-8", "replace")):
         # The message must not say more: what it would quote is the secret.
         raise InvalidInput("A whole API key stands in the tenants file: only its sha256 may.")
-    try:
-        body = msgspec.convert(parse_yaml(data), _File, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(_with_place(str(error))) from None
+    body = converted(parse_yaml(data), _File)
     config = TenantsConfig(
         tuple(_tenant(f"tenants[{at}]", raw) for at, raw in enumerate(body.tenants)),
         _keys("admin_keys", body.admin_keys),
@@ -190,38 +184,20 @@ def convert_tenant(where: str, fields: Mapping[str, object]) -> Tenant:
 
     ``where`` stands before the place.
     """
-    return _tenant(where, _convert(where, fields, _Tenant))
+    return _tenant(where, converted(fields, _Tenant, where, strict=True))
 
 
 def convert_key(where: str, fields: Mapping[str, object]) -> KeyRecord:
     """Read one key's record in the same way."""
-    return _key(where, _convert(where, fields, _Key))
-
-
-def _convert(where: str, fields: Mapping[str, object], kind: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"{where}.{_with_place(str(error))}") from None
-
-
-def _with_place(message: str) -> str:
-    """msgspec tells the place last, as ``- at `$.tenants[0].weight```, and never the value."""
-    problem, found, place = message.rpartition(" - at `$")
-    if wrong := _NO_SCALAR.fullmatch(problem):
-        # Every scalar of a file is a text, so that it is one says nothing.
-        problem = f"{_WANTED[wrong[1]]} is wanted"
-    if not found:
-        return f"{message.replace('`', '')}."
-    where = place.rstrip("`").lstrip(".")
-    return f"{where}: {problem.replace('`', '')}." if where else f"{problem.replace('`', '')}."
+    return _key(where, converted(fields, _Key, where, strict=True))
 
 
 def _tenant(where: str, raw: _Tenant) -> Tenant:
     if not is_tenant(raw.id):
         raise InvalidInput(f"{where}.id: {quoted(raw.id)} is not a tenant name.")
-    if not 0 < raw.weight <= MAX_WEIGHT or math.isnan(raw.weight):
-        raise InvalidInput(f"{where}.weight: a number above 0, at most 1e6, is wanted.")
+    if not 0 < raw.weight <= MAX_WEIGHT:
+        what = wanted("a number above 0, at most 1e6,", raw.weight)
+        raise InvalidInput(f"{where}.weight: {what}.")
     for at, grant in enumerate(raw.grants):
         if not is_grant(grant):
             raise InvalidInput(
@@ -263,7 +239,8 @@ def _limits(where: str, raw: _Limits) -> TenantLimits:
         # Nothing uploaded and nothing that waits make sense; no request at all is no tenant.
         least = 0 if name in ("queue_length", "adapters", "bytes") else 1
         if value is not None and not least <= value <= MAX_COUNT:
-            raise InvalidInput(f"{where}.{name}: a whole number from {least} on is wanted.")
+            what = wanted(f"a whole number from {least} on", value)
+            raise InvalidInput(f"{where}.{name}: {what}.")
     return limits
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mural_resolvers.conversion import in_file
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.files import read_settings
 from mural_resolvers.tenants.config import MAX_FILE_BYTES, TenantsConfig, parse_tenants
 from mural_resolvers.tenants.keys import KeyRing
 from mural_resolvers.watched_file import WatchedFile
@@ -16,11 +18,12 @@ _InForce = tuple[TenantsConfig, KeyRing]
 
 def read_tenants(path: Path) -> TenantsConfig:
     """Read a file; raise ``InvalidInput`` naming the place that is wrong."""
-    try:
-        with path.open("rb") as file:
-            return parse_tenants(file.read(MAX_FILE_BYTES + 1))
-    except OSError as error:
-        raise InvalidInput(f"The tenants file cannot be read: {error.strerror}.") from None
+    with in_file(path):
+        try:
+            data = read_settings(path, MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise InvalidInput(f"The tenants file cannot be read: {error.strerror}.") from None
+        return parse_tenants(data)
 
 
 class TenantsFile(WatchedFile[_InForce]):

@@ -102,13 +102,13 @@ def key(**fields: object) -> str:
 @pytest.mark.parametrize(
     ("text", "where"),
     [
-        ("", "Expected `object`, got `null`"),
-        ("[]", "Expected `object`, got `array`"),
-        ("tenants: 1", "^tenants: "),
-        ("tenants:", "^tenants: "),
-        ("tenant: []", "unknown field `tenant`"),
-        ("tenants: []\nmore: 1", "unknown field `more`"),
-        ("tenants: [{}]", r"^tenants\[0\]: .*id"),
+        ("", "^a mapping is wanted, and nothing stands there"),
+        ("[]", "^a mapping is wanted, not a list"),
+        ("tenants: 1", "^tenants: a list is wanted, not '1'"),
+        ("tenants:", "^tenants: a list is wanted, and nothing stands there"),
+        ("tenant: []", "^tenant: there is no such field"),
+        ("tenants: []\nmore: 1", "^more: there is no such field"),
+        ("tenants: [{}]", r"^tenants\[0\].id: is missing"),
         ("tenants: [\n", "^Line 2, column 1: "),
         ("tenants: []\ntenants: []", "^Line 1, column 1: a key stands twice"),
         ("tenants: []\n--- \ntenants: []", "^Line 2"),
@@ -119,14 +119,14 @@ def key(**fields: object) -> str:
         ("tenants: !!python/object:os.system [id]", r"^tenants\[0\]"),
         (tenant(weight=0), r"^tenants\[0\].weight"),
         (tenant(weight="nan"), r"^tenants\[0\].weight"),
-        (tenant(weight="heavy"), r"^tenants\[0\].weight: a number is wanted"),
-        (tenant(base="perhaps"), r"^tenants\[0\].base: true or false is wanted"),
+        (tenant(weight="heavy"), r"^tenants\[0\].weight: a number is wanted, not 'heavy'"),
+        (tenant(base="perhaps"), r"^tenants\[0\].base: true or false is wanted, not 'perhaps'"),
         (tenant(grants="[globex, a/b/c]"), r"^tenants\[0\].grants\[1\]"),
-        (tenant(grants="globex"), r"^tenants\[0\].grants"),
+        (tenant(grants="globexglobex"), r"^tenants\[0\].grants: .*, not a text of 12 characters"),
         (tenant(public="[globex/sql]"), r"^tenants\[0\].public\[0\]"),
         (tenant(public="['@x']"), r"^tenants\[0\].public\[0\]"),
         (tenant(sources="['']"), r"^tenants\[0\].sources\[0\]"),
-        (tenant(colour="red"), r"^tenants\[0\]: .*colour"),
+        (tenant(colour="red"), r"^tenants\[0\].colour: there is no such field"),
         (tenant(limits="{requests_per_minute: 0}"), r"^tenants\[0\].limits.requests_per_minute"),
         (tenant(limits="{concurrency: -1}"), r"^tenants\[0\].limits.concurrency"),
         (tenant(limits="{queue_length: -1}"), r"^tenants\[0\].limits.queue_length"),
@@ -136,14 +136,14 @@ def key(**fields: object) -> str:
         ),
         (tenant(limits="{tokens_per_minute: many}"), r"^tenants\[0\].limits.tokens_per_minute"),
         (tenant(limits="{bytes: 2 apples}"), r"^tenants\[0\].limits.bytes"),
-        (tenant(limits="{requests: 1}"), r"^tenants\[0\].limits: .*requests"),
+        (tenant(limits="{requests: 1}"), r"^tenants\[0\].limits.requests: there is no such field"),
         (key(id="short"), r"^tenants\[0\].keys\[0\].id"),
         (key(sha256="0"), r"^tenants\[0\].keys\[0\].sha256"),
         (key(expires="tomorrow"), r"^tenants\[0\].keys\[0\].expires"),
         (key(created="2026-02-30"), r"^tenants\[0\].keys\[0\].created"),
         (key(note="x" * 201), r"^tenants\[0\].keys\[0\].note"),
         (key(note='"\\e[2J"'), r"^tenants\[0\].keys\[0\].note"),
-        (key(secret="x"), r"^tenants\[0\].keys\[0\]: .*secret"),
+        (key(secret="x"), r"^tenants\[0\].keys\[0\].secret: there is no such field"),
         ("tenants: [{id: Acme}]", r"^tenants\[0\].id"),
         ("tenants: [{id: a}, {id: b}, {id: a}]", r"^tenants\[2\].id: a stands at tenants\[0\]"),
         (key() + f"admin_keys: [{{id: '12345678', sha256: {SHA}}}]", "^admin_keys: .*tenant acme"),
@@ -151,7 +151,7 @@ def key(**fields: object) -> str:
     ids=lambda value: ascii(value)[:40],
 )
 def test_an_error_names_its_place(text: str, where: str) -> None:
-    with pytest.raises(InvalidInput, match=where.replace("`", "")):
+    with pytest.raises(InvalidInput, match=where):
         parse_tenants(text.encode())
 
 
