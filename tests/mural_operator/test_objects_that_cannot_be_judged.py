@@ -8,12 +8,13 @@ import pytest
 
 from mural_operator.reconcile import FINALIZER
 from mural_resolvers.kubernetes.paths import ADAPTERS, SERVING_POOLS, TENANTS
-from tests.mural_operator.memory_cluster import InMemory, in_memory
+from tests.mural_operator.memory_cluster import InMemory, hurry, in_memory
 from tests.mural_operator.operated import condition
 
 
 @pytest.fixture
-async def kube() -> AsyncIterator[InMemory]:
+async def kube(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[InMemory]:
+    hurry(monkeypatch)
     async with in_memory() as found:
         yield found
 

