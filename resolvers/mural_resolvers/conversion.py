@@ -132,9 +132,7 @@ def _told(message: str, value: object, form: inspect.Type, where: str) -> Invali
             where, path, f"{what} is wanted under each name" if any_name else wanted(what, found)
         )
     if problem.startswith("Invalid enum value"):
-        words = _words(_type_at(form, path))
-        what = f"one of {', '.join(words)}" if words else "another word"
-        return _refusal(where, path, wanted(what, found))
+        return _refusal(where, path, wanted(_choice(_type_at(form, path)), found))
     return _refusal(where, path, problem.replace("`", ""))
 
 
@@ -195,9 +193,13 @@ def _type_at(kind: inspect.Type, path: _Path) -> inspect.Type:
     return kind
 
 
-def _words(kind: inspect.Type) -> list[str]:
+def _choice(kind: inspect.Type) -> str:
+    """The words that may stand somewhere, and what else may."""
     found = [each.values for each in _members(kind) if isinstance(each, inspect.LiteralType)]
-    return [str(word) for words in found for word in words]
+    words = [str(word) for words in found for word in words]
+    number = any(isinstance(each, inspect.IntType) for each in _members(kind))
+    either = [f"one of {', '.join(words)}" if words[1:] else "".join(words)]
+    return " or ".join([*either, *(["a whole number"] if number else [])])
 
 
 def _unknown(value: object, kind: inspect.Type, path: _Path) -> Iterator[_Path]:

@@ -204,7 +204,7 @@ async def test_a_status_goes_over_a_change_that_came_between(
 async def test_what_an_object_that_cannot_be_read_is_told_is_shown_by_kubectl(
     cluster: Any, client: KubeClient, metrics: Metrics, adapter: Adapter
 ) -> None:
-    message = "Expected `int`, got `str` - at `$.spec.placement.replicas`."
+    message = "spec.placement.replicas: All or a whole number is wanted, not 'x'."
     unread = UnreadableAdapter(adapter.metadata, message, "smol", adapter.status)
     await StatusWriter(client, metrics=metrics).write_adapter(
         adapter.metadata, of_unreadable(unread)

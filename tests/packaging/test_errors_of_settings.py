@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mural_resolvers.errors import InvalidInput
+from mural_resolvers.kubernetes.objects import read_adapter
 from mural_resolvers.sources import build_resolvers, read_sources
 from mural_resolvers.tenants import TenantsFile, read_tenants
 from mural_router.config import Config
@@ -83,3 +84,12 @@ def test_an_option_of_a_source_is_told_with_its_place(tmp_path: Path, kind: str)
     path.write_text(f"resolvers: [{{type: {kind}, read_timeout_s: soon}}]")
     with pytest.raises(InvalidInput, match="read_timeout_s: a number is wanted, not 'soon'"):
         build_resolvers(read_sources(path).resolvers)
+
+
+def test_an_object_on_kubernetes_is_told_as_one_in_a_file() -> None:
+    spec = {"pool": "p", "tenant": "acme", "version": "v1", "placement": {"replicas": "x"}}
+    with pytest.raises(InvalidInput) as caught:
+        read_adapter({"metadata": {"name": "a"}, "spec": spec})
+    assert caught.value.message == (
+        "spec.placement.replicas: All or a whole number is wanted, not 'x'."
+    )

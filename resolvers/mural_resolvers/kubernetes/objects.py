@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from mural_resolvers.errors import InvalidInput
+from mural_resolvers.conversion import converted
 from mural_resolvers.names import DEFAULT_ADAPTER, AdapterName, parse_name
 
 __all__ = [
@@ -327,7 +327,4 @@ def read_tenant(fields: object) -> Tenant:
 
 
 def _read(fields: object, kind: type[T]) -> T:
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"The object does not have its schema's form: {error}.") from None
+    return converted(fields, kind, strict=True)
