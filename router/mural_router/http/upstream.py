@@ -363,20 +363,24 @@ class ReplicaPool:
 
     async def connect(self, endpoint: Endpoint) -> ReplicaConnection:
         """Open one. Raises `ConnectFailed`."""
-        settings = self.settings
+        connection = ReplicaConnection(self, endpoint)
         try:
-            async with asyncio.timeout(settings.connect_timeout_s):
-                connection = ReplicaConnection(self, endpoint)
+            async with asyncio.timeout(self.settings.connect_timeout_s):
                 await self._loop.create_connection(
                     lambda: cast("asyncio.Protocol", connection),
                     endpoint.host,
                     endpoint.port,
                     ssl=self._context() if endpoint.tls else None,
                 )
-        except TimeoutError:
-            raise ConnectFailed("no connection in time") from None
-        except OSError as error:
-            raise ConnectFailed(str(error)) from None
+        except BaseException as error:
+            if connection in self._open:
+                # Cancelled just when it was made: uvloop closes it then, and does not tell it.
+                connection.discard()
+            if isinstance(error, TimeoutError):
+                raise ConnectFailed("no connection in time") from None
+            if isinstance(error, OSError):
+                raise ConnectFailed(str(error)) from None
+            raise
         return connection
 
     def opened(self, connection: ReplicaConnection) -> None:
