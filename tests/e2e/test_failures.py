@@ -167,7 +167,7 @@ async def test_a_full_fleet_answers_503_in_time_and_everything_it_took(routed, r
             ]
             # Those that wait at the router are refused together, as they were asked.
             await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=20)
-            done, pending = await asyncio.wait(asked, timeout=2 * QUEUE_WAIT_S)
+            done, pending = await asyncio.wait(asked, timeout=2)
             refused = [task.result() for task in done]
             assert refused
             for answer in refused:

@@ -110,13 +110,10 @@ def directory_store(tmp_path: Path) -> str:
 def moto_endpoint() -> Iterator[str]:
     """moto's server, in a thread of this process."""
     pytest.importorskip("aiobotocore")
-    from moto.server import ThreadedMotoServer
+    from tests.moto_s3 import moto_s3
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_s3() as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.fixture

@@ -27,9 +27,9 @@ import boto3
 import pytest
 import trustme
 from botocore.config import Config
-from moto.server import ThreadedMotoServer
 
 from mural_resolvers.s3 import S3Settings
+from tests.moto_s3 import moto_s3
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY_ID, SECRET = "mural", "muralsecret"
@@ -209,13 +209,8 @@ def seaweedfs_running(folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def moto_running() -> Iterator[Server]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    try:
-        host, port = server.get_host_and_port()
-        yield Server("moto", f"http://{host}:{port}", port)
-    finally:
-        server.stop()
+    with moto_s3() as port:
+        yield Server("moto", f"http://127.0.0.1:{port}", port)
 
 
 @pytest.fixture(scope="session")

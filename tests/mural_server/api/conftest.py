@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from moto.server import ThreadedMotoServer
 
+from tests.moto_s3 import moto_s3
 from tests.mural_server.api import scripted_server
 
 byte_tokenizer = scripted_server.byte_tokenizer_fixture
@@ -21,8 +21,5 @@ server_in_thread = scripted_server.server_in_thread
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """moto's S3 server in a thread of this process. What is in its buckets stays there."""
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_s3() as port:
+        yield f"http://127.0.0.1:{port}"
