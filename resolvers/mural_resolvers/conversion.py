@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Final, NamedTuple, TypeVar, cast
 
 import msgspec
 from msgspec import inspect
@@ -78,15 +78,15 @@ def converted(value: object, kind: type[T], where: str = "", *, strict: bool = F
     comparison finds what is no number, and no wait may be endless.
     """
     # Types are hashable, though typeshed does not say so.
-    form = _type_of(cast("Hashable", kind))
-    unknown = next(_unknown(value, form, []), None)
+    form = _form(cast("Hashable", kind))
+    unknown = next(_unknown(value, form.type, []), None) if form.dataclasses else None
     if unknown is not None:
         raise _refusal(where, unknown, "there is no such field")
     try:
         found = msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
-        raise _told(str(error), value, form, where) from None
-    endless = next(_endless(found, []), None)
+        raise _told(str(error), value, form.type, where) from None
+    endless = _endless(found)
     if endless is not None:
         path, number = endless
         raise _refusal(where, path, wanted("a finite number", number))
@@ -164,9 +164,24 @@ def _below(value: object, path: _Path) -> object:
 # -- types ----------------------------------------------------------------------------------------
 
 
+class _Form(NamedTuple):
+    """A type, and whether a dataclass is anywhere in it."""
+
+    type: inspect.Type
+    dataclasses: bool
+
+
 @lru_cache(maxsize=256)
-def _type_of(kind: Hashable) -> inspect.Type:
-    return inspect.type_info(kind)
+def _form(kind: Hashable) -> _Form:
+    found = inspect.type_info(kind)
+    return _Form(found, _holds_dataclass(found))
+
+
+def _holds_dataclass(kind: inspect.Type) -> bool:
+    below = [*_fields(kind).values(), *(each for each in _members(kind) if each is not kind)]
+    if (item := _item(kind)) is not None:
+        below.append(item)
+    return isinstance(kind, inspect.DataclassType) or any(map(_holds_dataclass, below))
 
 
 def _fields(kind: inspect.Type) -> dict[str, inspect.Type]:
@@ -217,17 +232,22 @@ def _unknown(value: object, kind: inspect.Type, path: _Path) -> Iterator[_Path]:
                     yield [*path, str(name)]
 
 
-def _endless(value: object, path: _Path) -> Iterator[tuple[_Path, float]]:
-    """Numbers that are infinite, or none."""
+def _endless(value: object) -> tuple[_Path, float] | None:
+    """The first number that is infinite, or none, and where it stands."""
+    entries: Iterable[tuple[str | int, object]]
     if isinstance(value, float):
-        if not math.isfinite(value):
-            yield path, value
-    elif isinstance(value, list | tuple):
-        for at, below in enumerate(value):
-            yield from _endless(below, [*path, at])
+        return None if math.isfinite(value) else ([], value)
+    if value is None or isinstance(value, str | int):
+        return None
+    if isinstance(value, list | tuple):
+        entries = enumerate(value)
+    elif isinstance(value, msgspec.Struct):
+        entries = ((name, getattr(value, name)) for name in value.__struct_fields__)
+    elif is_dataclass(value):
+        entries = ((each.name, getattr(value, each.name)) for each in fields(value))
     else:
-        names = getattr(value, "__struct_fields__", ())
-        if is_dataclass(value):
-            names = [each.name for each in fields(value)]
-        for name in names:
-            yield from _endless(getattr(value, name), [*path, name])
+        return None
+    for step, below in entries:
+        if (found := _endless(below)) is not None:
+            return [step, *found[0]], found[1]
+    return None
