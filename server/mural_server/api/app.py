@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, JsonValue
 
@@ -57,6 +59,7 @@ def create_app(state: AppState) -> FastAPI:
     return app
 
 
+@cache
 def _body_of(model: type[BaseModel]) -> dict[str, JsonValue]:
     """The body in the OpenAPI document; it is parsed by us, so that every refusal is OpenAI's."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
