@@ -83,7 +83,7 @@ def converted(value: object, kind: type[T], where: str = "", *, strict: bool = F
     if unknown is not None:
         raise _refusal(where, unknown, "there is no such field")
     try:
-        found = msgspec.convert(value, kind, strict=strict)
+        found = msgspec.convert(value, kind, strict=strict, dec_hook=_path)
     except msgspec.ValidationError as error:
         raise _told(str(error), value, form.type, where) from None
     endless = _endless(found)
@@ -91,6 +91,15 @@ def converted(value: object, kind: type[T], where: str = "", *, strict: bool = F
         path, number = endless
         raise _refusal(where, path, wanted("a finite number", number))
     return found
+
+
+def _path(kind: type[object], value: object) -> object:
+    """Of what settings are, msgspec does not know paths, nor that anything may be left as it is."""
+    if kind is object:
+        return value
+    if not issubclass(kind, Path) or not isinstance(value, str | Path) or not str(value):
+        raise ValueError(wanted("a path", value))
+    return Path(value)
 
 
 def wanted(what: str, found: object) -> str:

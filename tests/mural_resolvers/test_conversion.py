@@ -94,6 +94,18 @@ def test_texts_stand_for_numbers_unless_told_otherwise() -> None:
         converted({"id": "a", "weight": "2"}, Tenant, strict=True)
 
 
+class Files(msgspec.Struct):
+    token_file: Path | None = None
+
+
+def test_a_text_stands_for_a_path() -> None:
+    assert converted({"token_file": "/etc/token"}, Files).token_file == Path("/etc/token")
+    assert converted({"token_file": None}, Files).token_file is None
+    for value, told in ((5, "not 5"), ("", "not ''")):
+        with pytest.raises(InvalidInput, match=f"^token_file: a path is wanted, {told}"):
+            converted({"token_file": value}, Files)
+
+
 def test_a_file_is_named_whatever_is_wrong_with_it(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     with pytest.raises(InvalidInput, match=rf"^{path}: cannot be read: No such file"):

@@ -10,6 +10,7 @@ import pytest
 from mural_resolvers.errors import InvalidInput
 from mural_resolvers.hub import HubSettings
 from mural_resolvers.hub.settings import read_token
+from mural_resolvers.sources import convert_options
 
 CANARY = "hf_canarycanarycanary"
 
@@ -95,3 +96,9 @@ def test_a_token_that_is_nowhere_is_named_by_its_place(
 
 def test_a_source_without_a_token_reads_none() -> None:
     assert read_token(HubSettings(organisations=("acme",))) is None
+
+
+def test_paths_stand_in_a_file_of_sources_as_texts(tmp_path: Path) -> None:
+    options = {"organisations": ["acme"], "token_file": str(tmp_path), "ca_bundle": "/etc/ca.pem"}
+    settings = convert_options(options, HubSettings)
+    assert (settings.token_file, settings.ca_bundle) == (tmp_path, Path("/etc/ca.pem"))
