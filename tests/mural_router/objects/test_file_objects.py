@@ -15,6 +15,7 @@ from mural_resolvers.errors import MuralError, Unauthorized
 from mural_resolvers.names import parse_name
 from mural_resolvers.tenants import mint_key
 from mural_router.objects import FileObjects
+from mural_router.objects.source import Objects
 
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 KEY = mint_key()
@@ -63,9 +64,13 @@ async def change(path: Path, objects: FileObjects, text: str) -> None:
     await objects.look()
 
 
+def unready(objects: Objects) -> str | None:
+    return objects.not_ready()
+
+
 def test_all_three_kinds_are_in_force_from_the_start(path: Path) -> None:
     objects = FileObjects(path)
-    objects.not_ready()
+    assert unready(objects) is None
     assert objects.ring.authenticate(f"Bearer {KEY.key}", NOW).tenant == "acme"
     targets = objects.declared.targets(STABLE)
     assert targets is not None
