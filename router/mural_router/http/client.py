@@ -75,6 +75,8 @@ class ClientConnection(Watched):
         self._reading = True
         self._unread_answers = False
         """The transport's buffer is full of what the client has not taken."""
+        self._untaken = 0
+        """How much that was when it was last looked at."""
         self._advancing = False
         self._head_begun = False
         self._lingered = 0
@@ -118,6 +120,7 @@ class ClientConnection(Watched):
 
     def pause_writing(self) -> None:
         self._unread_answers = True
+        self._untaken = self.transport.get_write_buffer_size()
         self.deadline = self._watch.now + self._settings.stall_timeout_s
         if self._exchange is not None and self._exchange.reader is not None:
             self._exchange.reader.paused()
@@ -126,6 +129,9 @@ class ClientConnection(Watched):
         self._unread_answers = False
         if self._state is _State.BUSY:
             self.deadline = NEVER
+        elif self._state is _State.LINGER:
+            self.deadline = self._watch.now + _LINGER_S
+            self._server.has_taken(self)
         if self._exchange is not None and self._exchange.reader is not None:
             self._exchange.reader.resumed()
         elif self._state is _State.HEAD:
@@ -134,11 +140,21 @@ class ClientConnection(Watched):
 
     def expired(self) -> None:
         """A wait is over: for a request to begin, to be read, for its answer to be taken."""
+        if self._takes_answers():
+            self.deadline = self._watch.now + self._settings.stall_timeout_s
+            return
         idle = self._state is _State.HEAD and (not self._data or self._unread_answers)
         if idle or self._state not in (_State.HEAD, _State.BODY):
             self.abort()
         else:
             self._refuse(RequestTimeout("The request took too long to come."))
+
+    def _takes_answers(self) -> bool:
+        """Whether the client is slow, and has taken something since this was last asked."""
+        if not self._unread_answers:
+            return False
+        before, self._untaken = self._untaken, self.transport.get_write_buffer_size()
+        return self._untaken < before
 
     # -- requests that are carried without being read here ----------------------------------------
 
@@ -407,21 +423,34 @@ class ClientConnection(Watched):
         self.answered()
 
     def _linger(self) -> None:
-        """Close so that the client can read its answer: a reset would take it away."""
+        """Close so that the client can read its answer: a reset would take it away.
+
+        For as long as it takes something of that: what waits in the transport is lost by an abort.
+        """
         if self._state is _State.CLOSED:
             return
         self._state = _State.LINGER
         self._data = b""
         self._lingered = 0
         self._sink = None
-        self.deadline = self._watch.now + _LINGER_S
+        transport = self.transport
         if not self._reading:
             self._reading = True
-            self.transport.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+            transport.resume_reading()
+        self._untaken = transport.get_write_buffer_size()
+        self._unread_answers = self._untaken > 0
+        if self._unread_answers:
+            self._server.is_taking(self)
+        if transport.can_write_eof():
+            wait_s = self._settings.stall_timeout_s if self._unread_answers else _LINGER_S
+            # So `resume_writing` tells when all has been taken.
+            transport.set_write_buffer_limits(0)
+            transport.write_eof()
         else:
-            self.transport.close()
+            # TLS tells of its end alone, and has more of the answer than it says.
+            wait_s = self._settings.stall_timeout_s
+            transport.close()
+        self.deadline = self._watch.now + wait_s
 
     def _leave(self, *, gone: bool) -> Exchange | None:
         """Let go of the exchange, and say so to whoever answers it."""
@@ -454,5 +483,9 @@ class ClientConnection(Watched):
     def end_when_idle(self) -> None:
         """Close now if no request is in flight, else after its answer."""
         self.keep = False
-        if self._state is _State.HEAD and not self._data:
+        if self._state is not _State.HEAD:
+            return
+        if self.transport.get_write_buffer_size():
+            self._linger()
+        elif not self._data:
             self.transport.close()

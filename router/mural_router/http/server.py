@@ -36,9 +36,10 @@ class Server:
         self.in_flight = 0
         """Requests that the application has and that are not answered to the end."""
         self.idle = asyncio.Event()
-        """Set while nothing is in flight."""
+        """Set while nothing is in flight, and nobody is taking a last answer."""
         self.idle.set()
         self._connections: set[ClientConnection] = set()
+        self._taking: set[ClientConnection] = set()
         self._listener: asyncio.Server | None = None
 
     @property
@@ -54,6 +55,7 @@ class Server:
             settings.port,
             ssl=context,
             ssl_handshake_timeout=settings.tls_handshake_timeout_s if context else None,
+            ssl_shutdown_timeout=settings.stall_timeout_s if context else None,
             backlog=1024,
         )
         host, port = self._listener.sockets[0].getsockname()[:2]
@@ -71,6 +73,7 @@ class Server:
     def forget(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
         self.watch.discard(connection)
+        self.has_taken(connection)
 
     def begun(self) -> None:
         self.in_flight += 1
@@ -79,8 +82,26 @@ class Server:
 
     def ended(self) -> None:
         self.in_flight -= 1
-        if not self.in_flight:
+        self._look_if_idle()
+
+    def is_taking(self, connection: ClientConnection) -> None:
+        """Its last answer is complete, and not yet taken whole."""
+        self._taking.add(connection)
+        self.idle.clear()
+
+    def has_taken(self, connection: ClientConnection) -> None:
+        """It has taken all, or is gone."""
+        self._taking.discard(connection)
+        self._look_if_idle()
+
+    def _look_if_idle(self) -> None:
+        if not self.in_flight and not self._taking:
             self.idle.set()
+
+    @property
+    def taking(self) -> int:
+        """How many are taking a last answer."""
+        return len(self._taking)
 
     def readers(self) -> list[Reader]:
         """Whoever is answering an exchange."""

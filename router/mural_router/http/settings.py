@@ -54,7 +54,7 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     keep_alive_s: float = 75.0
     """A client's connection without a request."""
     stall_timeout_s: float = 60.0
-    """A client that takes nothing of its answer."""
+    """A client that takes nothing more of its answer."""
     tls_handshake_timeout_s: float = 10.0
 
     connect_timeout_s: float = 2.0

@@ -42,7 +42,8 @@ class Proxy(ABC):
         """Stop listening, end idle connections, and let what is in flight finish.
 
         Answers meanwhile say ``connection: close``. What still runs after ``grace_s`` is ended
-        like an answer of a replica that broke off: streams with an error event. Gives how many.
+        like an answer of a replica that broke off: streams with an error event. Gives how many,
+        with those whose answers are complete and have not been taken whole by then.
         """
 
     @abstractmethod

@@ -136,13 +136,15 @@ class _Running(Proxy):
         server.stop_listening()
         try:
             async with asyncio.timeout(grace_s):
-                await server.idle.wait()
+                # At an answer's end it may be so for a moment.
+                while not server.idle.is_set():
+                    await server.idle.wait()
         except TimeoutError:
             pass
-        cut = server.readers()
+        cut, taking = server.readers(), server.taking
         for reader in cut:
             reader.end_now(Unavailable(_STOPPING, retry_after_s=1.0))
-        return len(cut)
+        return len(cut) + taking
 
     async def close(self) -> None:
         if self._closed:

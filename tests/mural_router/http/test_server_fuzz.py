@@ -71,6 +71,12 @@ class Recorder(asyncio.Transport):
     def write_eof(self) -> None:
         self.ended = True
 
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
     def close(self) -> None:
         self.ended = True
 
