@@ -445,7 +445,11 @@ class ClientConnection(Watched):
             wait_s = self._settings.stall_timeout_s if self._unread_answers else _LINGER_S
             # So `resume_writing` tells when all has been taken.
             transport.set_write_buffer_limits(0)
-            transport.write_eof()
+            try:
+                transport.write_eof()
+            except OSError:
+                # So asyncio's own loop says that the client is gone, and goes on waiting.
+                transport.abort()
         else:
             # TLS tells of its end alone, and has more of the answer than it says.
             wait_s = self._settings.stall_timeout_s

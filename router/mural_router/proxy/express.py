@@ -243,20 +243,23 @@ class _Carried(_Express, Caller):
         assert replica is not None
         replica.answered_whole()
         self.bytes_sent = len(sent)
-        send_now(connection.transport, connection.fd, sent)
-        self.finish()
-        prompt, completion = find_usage(body) or (None, None)
-        self._lane.unfolding.finish(
-            request,
-            Outcome(
-                status=200,
-                prompt_tokens=prompt,
-                completion_tokens=completion,
-                first_byte_s=passed_s,
-                total_s=monotonic() - self.arrived,
-                bytes_sent=self.bytes_sent,
-            ),
-        )
+        try:
+            send_now(connection.transport, connection.fd, sent)
+            self.finish()
+        finally:
+            # As `Relay.answer_ends`.
+            prompt, completion = find_usage(body) or (None, None)
+            self._lane.unfolding.finish(
+                request,
+                Outcome(
+                    status=200,
+                    prompt_tokens=prompt,
+                    completion_tokens=completion,
+                    first_byte_s=passed_s,
+                    total_s=monotonic() - self.arrived,
+                    bytes_sent=self.bytes_sent,
+                ),
+            )
         return True
 
     def _unfold(self) -> InferenceRelay | None:

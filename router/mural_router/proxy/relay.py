@@ -245,10 +245,13 @@ class Relay(Caller, Reader):
         last = self._events.end() if self._events is not None else b""
         if not self._began:
             last = self._answer_head() + last
-        if last:
-            self._exchange.write(last)
-        self._exchange.finish()
-        self._done(None)
+        try:
+            if last:
+                self._exchange.write(last)
+            self._exchange.finish()
+        finally:
+            # Whatever a transport raises: what the request holds of limits is given back.
+            self._done(None)
 
     def answer_breaks(self, error: Exception) -> None:
         connection, self._connection = self._connection, None
@@ -331,20 +334,24 @@ class Relay(Caller, Reader):
         fields = self._ask.own_headers if routed is None else routed.answer_headers
         self._log(error)
         answer = told(error)
-        self._exchange.fail(answer, fields)
-        self._done(str(error), status=answer.status, replica_failed=error is not answer)
+        try:
+            self._exchange.fail(answer, fields)
+        finally:
+            self._done(str(error), status=answer.status, replica_failed=error is not answer)
 
     def _break_off(self, error: Exception) -> None:
         """A part of the answer was sent: a stream ends with an error, anything else short."""
         self._log(error)
-        if self._events is not None:
-            self._exchange.close_after()
-            self._exchange.write(error_event(told(error)))
-            self._exchange.finish()
-        else:
-            self._exchange.cut()
-        # What the router ends by its own word is no fault of the replica.
-        self._done(str(error), replica_failed=not isinstance(error, MuralError))
+        try:
+            if self._events is not None:
+                self._exchange.close_after()
+                self._exchange.write(error_event(told(error)))
+                self._exchange.finish()
+            else:
+                self._exchange.cut()
+        finally:
+            # What the router ends by its own word is no fault of the replica.
+            self._done(str(error), replica_failed=not isinstance(error, MuralError))
 
     def _log(self, error: Exception) -> None:
         if self._routed is not None and not isinstance(error, MuralError):
