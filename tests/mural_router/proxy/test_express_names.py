@@ -116,7 +116,7 @@ async def a_base_that_comes_to_be_named_like_a_version(here: Here) -> None:
     assert b"x-mural-adapter" not in await here.ask()
 
 
-@scenario(*["whole"] * 3)
+@scenario(*["whole"] * 4)
 async def bounds_of_tokens(here: Here) -> None:
     await here.ask(max_tokens=5)
     await here.ask(max_completion_tokens=7)
