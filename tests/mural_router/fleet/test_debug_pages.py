@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import httpx
 import msgspec
+import pytest
 
 from mural_router.admin.app import create_admin_app
 from mural_router.config import Config
@@ -18,7 +19,9 @@ from mural_server.protocol import AdapterStatus, Load
 BOUND_S = 20.0
 
 
-async def test_fleet_and_placement_call_one_thing_by_one_name(state_server):
+@pytest.mark.parametrize(("host_bytes", "believed"), [(4096, 1000), (0, None)])
+async def test_fleet_and_placement_call_one_thing_by_one_name(state_server, host_bytes, believed):
+    """Of who does not say what it has room for, no size is believed."""
     server = await state_server()
     told = AdapterStatus(
         name="acme:v1", digest="", level="slot", rank=8, bytes=1000, requests=2, load=1.23456
@@ -26,6 +29,7 @@ async def test_fleet_and_placement_call_one_thing_by_one_name(state_server):
     server.snapshot = msgspec.structs.replace(
         server.snapshot,
         adapters={told.name: told},
+        limits=msgspec.structs.replace(server.snapshot.limits, host_bytes=host_bytes),
         load=Load(running=2, kv_usage=0.12345, tokens_per_s=9.87654),
     )
     port = server.endpoint.port
@@ -57,10 +61,10 @@ async def test_fleet_and_placement_call_one_thing_by_one_name(state_server):
         8,
         4,
     )
-    assert replica["host_bytes"] is None, "0: unknown"
+    assert replica["host_bytes"] == (host_bytes or None), "0: unknown"
     (adapter,) = replica["adapters"].values()
     assert adapter["tokens_per_s"] == 1.235
-    assert (placed["known"], placed["rank"], placed["bytes"]) == (True, 8, 1000)
+    assert (placed["known"], placed["rank"], placed["bytes"]) == (True, 8, believed)
     assert (placed["cost"], placed["rank_cost"]) == (1.16, 0.02)
     (row,) = placed["rows"]
     assert (row["sequences"], row["cost"], row["max_cpu_loras"]) == (2, 2.32, 8)
