@@ -31,7 +31,8 @@ WANTED_TOKENS_PER_S = 1 / 60
 """From this load on an adapter is wanted where it is: a token a minute. The window of a minute
 forgets by and by, so this is some minutes after its last request."""
 MOST_WORK = 2.0
-"""Of one replica, in its own worth."""
+"""Of one replica, in its own worth: what waits at it counts up to what it computes. So whatever one
+replica says of an adapter, it says of no more than this."""
 MOST_RANK = 1024
 """Of an adapter; twice what vLLM takes at most. Who tells of more is not believed."""
 FACTS_KEPT = 20_000
@@ -204,8 +205,9 @@ class AdapterFacts(NamedTuple):
     places in a row do not know it: a look at each of 100 replicas would cost more than a choice.
     """
 
-    load: float
-    """Generated tokens a second, windowed."""
+    work: float
+    """In replicas' worth: 2.0 is what fills two. Over the replicas, what each does times the
+    adapter's part of the tokens that it generates."""
     rank: int
     """0: unknown."""
     bytes: int
@@ -265,29 +267,6 @@ class Fleet:
     def accepting_weight(self) -> float:
         """The capacity of `accepting`."""
         return sum(self.replicas[i].weight for i in self.accepting)
-
-    @cached_property
-    def measured(self) -> tuple[Replica, ...]:
-        """Those accepting that say how much they do and how much they could."""
-        accepting = (self.replicas[i] for i in self.accepting)
-        return tuple(replica for replica in accepting if replica.max_num_seqs > 0)
-
-    @cached_property
-    def tokens_per_s(self) -> float:
-        """Of `measured`."""
-        return sum(replica.tokens_per_s for replica in self.measured)
-
-    @cached_property
-    def work(self) -> float:
-        """Of `measured`, in replicas' worth: 2.0 is what fills two; more than all: it queues.
-
-        What waits at a replica counts up to what it computes: one that lies spreads no adapter of
-        the others over them all.
-        """
-        return sum(
-            min((each.running + each.waiting) / each.max_num_seqs, MOST_WORK)
-            for each in self.measured
-        )
 
     @cached_property
     def mean_host_bytes(self) -> float:
@@ -352,7 +331,7 @@ class Fleet:
         return min(rank, self._least_rank_limit or MOST_RANK)
 
     def _gather(self, adapter: str) -> AdapterFacts:
-        load, absent = 0.0, 0
+        work, absent = 0.0, 0
         ranks: list[int] = []
         in_memory: list[int] = []
         on_disk: list[int] = []
@@ -369,13 +348,22 @@ class Fleet:
                 continue
             absent = 0
             replica = self.replicas[i]
-            load += residency.load
+            work += _part_of_work(residency.load, replica)
             if (rank := self._believed_rank(replica, residency.rank)) > 0:
                 ranks.append(rank)
             if 0 < residency.bytes <= replica.host_bytes:
                 (on_disk if residency.level == "disk" else in_memory).append(residency.bytes)
         # Those that have it in memory know what it takes there.
-        return AdapterFacts(load, _agreed(ranks), _agreed(in_memory or on_disk))
+        return AdapterFacts(work, _agreed(ranks), _agreed(in_memory or on_disk))
+
+
+def _part_of_work(load: float, replica: Replica) -> float:
+    """The work of an adapter on one replica, in its worth; 0 where it does not say what it does."""
+    if replica.max_num_seqs <= 0 or replica.tokens_per_s <= 0:
+        return 0.0
+    # The adapter's window is a minute and the replica's is seconds: after a drop it could exceed 1.
+    part = min(1.0, load / replica.tokens_per_s)
+    return part * min((replica.running + replica.waiting) / replica.max_num_seqs, MOST_WORK)
 
 
 def _agreed(told: list[int]) -> int:

@@ -71,17 +71,17 @@ def replicas_for(
 ) -> int:
     """k: what is declared, else what the reported load asks for; at least 1.
 
-    The work of an adapter, in replicas' worth, is its part of the fleet's tokens times the
-    fleet's work. It gets as many replicas as it would fill to `fill`, and of those that it has
-    it keeps the last as long as the others alone would be filled to `empty`. What it has is
-    read from the replicas as well (the first places in its order that hold it), so the function
-    has hysteresis without a memory, and routers that have never met agree.
+    The work of an adapter, in replicas' worth, is summed over the replicas: its part of the tokens
+    of each, times what that does. It gets as many replicas as it would fill to `fill`, and of those
+    that it has it keeps the last as long as the others alone would be filled to `empty`. What it
+    has is read from the replicas as well (the first places in its order that hold it), so the
+    function has hysteresis without a memory, and routers that have never met agree.
     """
     most = max(1, len(fleet.accepting))
     if declared is not None:
         return min(max(1, declared), most)
     facts = fleet.facts(adapter)
-    work = _work(facts, fleet)
+    work = facts.work
     if work < policy.empty:
         return 1  # So it is with most adapters; what follows would say the same.
     fill = _fill(facts, fleet, policy)
@@ -90,14 +90,6 @@ def replicas_for(
     if at_least >= at_most:
         return at_least
     return min(max(at_least, _held(adapter, fleet, at_most)), at_most)
-
-
-def _work(facts: AdapterFacts, fleet: Fleet) -> float:
-    if fleet.tokens_per_s <= 0:
-        return 0.0
-    # The adapter's window is a minute and the fleet's are seconds: after a drop it could exceed 1.
-    part = min(1.0, facts.load / fleet.tokens_per_s)
-    return part * fleet.work
 
 
 def _fill(facts: AdapterFacts, fleet: Fleet, policy: PlacementPolicy) -> float:
