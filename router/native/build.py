@@ -46,8 +46,8 @@ def compile_to(made: Path, compiler: str, flags: tuple[str, ...]) -> None:
     """Raises ``shared.BuildFailed``."""
     digest = shared.load_source_digest()(SOURCES)
     define, include = f'-DMURAL_SOURCE_DIGEST="{digest}"', sysconfig.get_path("include")
-    source = (define, "-I", include, str(SOURCES / "scan.cpp"))
-    shared.call([compiler, *FLAGS, *flags, *source, "-shared", "-o", str(made)])
+    sources = (define, "-I", include, *map(str, sorted(SOURCES.glob("*.cpp"))))
+    shared.call([compiler, *FLAGS, *flags, *sources, "-shared", "-o", str(made)])
 
 
 def build(environment: Mapping[str, str] = os.environ) -> Path | None:

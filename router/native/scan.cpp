@@ -4,59 +4,20 @@
 // is then read by http/head.py and routing/inspect_body.py, which say what a request is. All that is
 // accepted here they accept too, and read alike (tests/mural_router/http/test_scan.py).
 
-#define PY_SSIZE_T_CLEAN
-#define Py_LIMITED_API 0x030b0000
-#include <Python.h>
-
-#include <sys/socket.h>
-
-#include <cstdint>
-#include <cstring>
+#include "cut_through.h"
+#include "json.h"
+#include "text.h"
 
 namespace {
 
-constexpr int kMaxDepth = 64;
+using namespace mural;
+
 constexpr Py_ssize_t kMaxAuthorization = 512;
 constexpr Py_ssize_t kMaxModel = 512;
 constexpr Py_ssize_t kMaxRequestId = 128;
 constexpr int kMaxDigits = 9;
 constexpr Py_ssize_t kMaxListOfPrompts = 1 << 20;  // as routing/inspect_body.py counts them
 constexpr Py_ssize_t kMaxAnswerHead = 16384;  // much below what http/upstream.py takes
-
-struct Slice {
-  const char* begin = nullptr;
-  const char* end = nullptr;
-  Py_ssize_t size() const { return end - begin; }
-};
-
-bool is_token(unsigned char c) {
-  if ((c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9')) return true;
-  return c != 0 && std::strchr("!#$%&'*+-.^_`|~", c) != nullptr;
-}
-
-bool is_field_byte(unsigned char c) { return c == '\t' || (c >= 0x20 && c != 0x7f); }
-
-char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c + 32) : c; }
-
-bool equals(Slice text, const char* other, Py_ssize_t size) {
-  return text.size() == size && std::memcmp(text.begin, other, static_cast<size_t>(size)) == 0;
-}
-
-bool equals_any_case(Slice text, const char* lower_case, Py_ssize_t size) {
-  if (text.size() != size) return false;
-  for (Py_ssize_t i = 0; i < size; ++i)
-    if (lower(text.begin[i]) != lower_case[i]) return false;
-  return true;
-}
-
-#define IS(text, literal) equals(text, literal, sizeof(literal) - 1)
-#define NAMED(text, literal) equals_any_case(text, literal, sizeof(literal) - 1)
-
-const char* find(const char* at, const char* end, const char* what, size_t size) {
-  return static_cast<const char*>(memmem(at, static_cast<size_t>(end - at), what, size));
-}
-
-#define FIND(at, end, literal) find(at, end, literal, sizeof(literal) - 1)
 
 // One header field; `at` is moved behind its CRLF.
 bool read_field(const char*& at, const char* end, Slice& name, Slice& value) {
@@ -109,160 +70,7 @@ bool is_json(Slice type) {
   return IS(type, "application/json") || NAMED(type, "application/json; charset=utf-8");
 }
 
-// -- JSON (RFC 8259) ------------------------------------------------------------------------------
-
-bool is_utf8(const unsigned char* at, const unsigned char* end) {
-  while (at < end) {
-    const unsigned char c = *at;
-    if (c < 0x80) {
-      ++at;
-      continue;
-    }
-    int more;
-    std::uint32_t code, least;
-    if (c >= 0xc2 && c <= 0xdf) {
-      more = 1, code = c & 0x1fu, least = 0x80;
-    } else if (c >= 0xe0 && c <= 0xef) {
-      more = 2, code = c & 0x0fu, least = 0x800;
-    } else if (c >= 0xf0 && c <= 0xf4) {
-      more = 3, code = c & 0x07u, least = 0x10000;
-    } else {
-      return false;
-    }
-    if (end - at <= more) return false;
-    for (int i = 1; i <= more; ++i) {
-      if ((at[i] & 0xc0) != 0x80) return false;
-      code = (code << 6) | (at[i] & 0x3fu);
-    }
-    if (code < least || code > 0x10ffff || (code >= 0xd800 && code <= 0xdfff)) return false;
-    at += more + 1;
-  }
-  return true;
-}
-
-bool is_hex(char c) {
-  return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
-}
-
-struct Json {
-  const char* at;
-  const char* end;
-
-  void space() {
-    while (at < end && (*at == ' ' || *at == '\t' || *at == '\r' || *at == '\n')) ++at;
-  }
-
-  bool take(char c) {
-    if (at == end || *at != c) return false;
-    ++at;
-    return true;
-  }
-
-  // A text; `plain` tells whether what stands between its quotes is what it says.
-  bool text(Slice& inside, bool& plain) {
-    if (!take('"')) return false;
-    inside.begin = at;
-    plain = true;
-    while (at < end) {
-      const unsigned char c = static_cast<unsigned char>(*at);
-      if (c == '"') {
-        inside.end = at++;
-        return true;
-      }
-      if (c < 0x20) return false;
-      ++at;
-      if (c != '\\') continue;
-      plain = false;
-      if (at == end) return false;
-      const char escape = *at++;
-      if (escape == 'u') {
-        if (end - at < 4) return false;
-        for (int i = 0; i < 4; ++i)
-          if (!is_hex(at[i])) return false;
-        if (lower(at[0]) == 'd' && lower(at[1]) >= '8') {
-          // The first half of a pair, and the second after it; else it is no text.
-          if (lower(at[1]) >= 'c' || end - at < 10 || at[4] != '\\' || at[5] != 'u') return false;
-          for (int i = 6; i < 10; ++i)
-            if (!is_hex(at[i])) return false;
-          if (lower(at[6]) != 'd' || lower(at[7]) < 'c') return false;
-          at += 6;
-        }
-        at += 4;
-      } else if (std::strchr("\"\\/bfnrt", escape) == nullptr || escape == 0) {
-        return false;
-      }
-    }
-    return false;
-  }
-
-  bool digits() {
-    const char* begin = at;
-    while (at < end && *at >= '0' && *at <= '9') ++at;
-    return at > begin;
-  }
-
-  bool number() {
-    take('-');
-    if (!take('0') && !digits()) return false;
-    if (take('.') && !digits()) return false;
-    if (at < end && (*at == 'e' || *at == 'E')) {
-      ++at;
-      if (at < end && (*at == '+' || *at == '-')) ++at;
-      if (!digits()) return false;
-    }
-    return true;
-  }
-
-  bool word(const char* text, Py_ssize_t size) {
-    if (end - at < size || std::memcmp(at, text, static_cast<size_t>(size)) != 0) return false;
-    at += size;
-    return true;
-  }
-
-  bool value(int depth) {
-    if (at == end || depth > kMaxDepth) return false;
-    Slice inside;
-    bool plain;
-    switch (*at) {
-      case '"':
-        return text(inside, plain);
-      case '{':
-        ++at;
-        space();
-        if (take('}')) return true;
-        for (;;) {
-          if (!text(inside, plain)) return false;
-          space();
-          if (!take(':')) return false;
-          space();
-          if (!value(depth + 1)) return false;
-          space();
-          if (take('}')) return true;
-          if (!take(',')) return false;
-          space();
-        }
-      case '[':
-        ++at;
-        space();
-        if (take(']')) return true;
-        for (;;) {
-          if (!value(depth + 1)) return false;
-          space();
-          if (take(']')) return true;
-          if (!take(',')) return false;
-          space();
-        }
-      case 't':
-        return word("true", 4);
-      case 'f':
-        return word("false", 5);
-      case 'n':
-        return word("null", 4);
-      default:
-        return number();
-    }
-  }
-};
+// -- bodies ---------------------------------------------------------------------------------------
 
 enum Member : unsigned {
   kModel = 1,
@@ -421,7 +229,7 @@ bool read_body(const char* at, const char* end, Body& body) {
                  reinterpret_cast<const unsigned char*>(end));
 }
 
-// -- the functions --------------------------------------------------------------------------------
+// -- whole messages -------------------------------------------------------------------------------
 
 struct Head {
   const char* path = nullptr;
@@ -700,236 +508,19 @@ PyObject* scan_answer_head(PyObject*, PyObject* argument) {
   Py_RETURN_FALSE;
 }
 
-// Whether all of it is whole chunks, each of whole events, none of which may tell the usage.
-bool are_plain_events(const char* data, const char* end) {
-  if (data == end) return false;
-  const char* at = data;
-  while (at < end) {
-    Py_ssize_t length = 0;
-    const char* digits = at;
-    for (; at < end && at - digits < 8 && is_hex(*at); ++at)
-      length = length * 16 + (*at <= '9' ? *at - '0' : lower(*at) - 'a' + 10);
-    if (at == digits || end - at < 2 || at[0] != '\r' || at[1] != '\n') return false;
-    at += 2;
-    if (length < 2 || end - at < length + 2) return false;
-    const char* stop = at + length;
-    // An event's end: so nothing that is looked for lies across two chunks.
-    const bool ends = stop[-1] == '\n' && (stop[-2] == '\n' || (length > 2 && stop[-2] == '\r' &&
-                                                               stop[-3] == '\n'));
-    if (!ends || stop[0] != '\r' || stop[1] != '\n') return false;
-    at = stop + 2;
-  }
-  return FIND(data, end, "\"prompt_tokens\":") == nullptr;
-}
-
-PyObject* scan_events(PyObject*, PyObject* argument) {
-  char* data;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(argument, &data, &size) < 0) return nullptr;
-  return PyBool_FromLong(are_plain_events(data, data + size));
-}
-
-// -- the base of a replica's connection: http/cut_through.py says what it does ---------------------
-
-PyObject* kTakeIn;
-PyObject* kDeadline;
-PyObject* kNow;
-PyObject* kBytesSent;
-PyObject* kWrite;
-PyObject* kIsClosing;
-PyObject* kGetWriteBufferSize;
-
-struct CutThrough {
-  PyObject_HEAD
-  PyObject* transport;  // where plain events go; the three are null while everything is taken in
-  PyObject* counted;
-  PyObject* watch;
-  double idle_s;
-  int fd;  // the transport's socket where bytes may be sent past it, else -1
-};
-
-CutThrough* of(PyObject* self) { return reinterpret_cast<CutThrough*>(self); }
-
-// A reference is given up last: its end may call anything.
-int cut_through_clear(PyObject* self) {
-  CutThrough* it = of(self);
-  PyObject* held[] = {it->transport, it->counted, it->watch};
-  it->transport = it->counted = it->watch = nullptr;
-  for (PyObject* each : held) Py_XDECREF(each);
-  return 0;
-}
-
-int cut_through_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  Py_VISIT(of(self)->transport);
-  Py_VISIT(of(self)->counted);
-  Py_VISIT(of(self)->watch);
-  return 0;
-}
-
-void cut_through_dealloc(PyObject* self) {
-  PyTypeObject* type = Py_TYPE(self);
-  PyObject_GC_UnTrack(self);
-  cut_through_clear(self);
-  reinterpret_cast<freefunc>(PyType_GetSlot(type, Py_tp_free))(self);
-  Py_DECREF(type);
-}
-
-PyObject* cut_through(PyObject* self, PyObject* arguments) {
-  PyObject *transport, *counted, *watch;
-  double idle_s;
-  int fd;
-  if (!PyArg_ParseTuple(arguments, "OiOOd", &transport, &fd, &counted, &watch, &idle_s))
-    return nullptr;
-  cut_through_clear(self);
-  CutThrough* it = of(self);
-  it->transport = Py_NewRef(transport);
-  it->counted = Py_NewRef(counted);
-  it->watch = Py_NewRef(watch);
-  it->idle_s = idle_s;
-  it->fd = fd;
-  Py_RETURN_NONE;
-}
-
-PyObject* take_all_in(PyObject* self, PyObject*) {
-  cut_through_clear(self);
-  Py_RETURN_NONE;
-}
-
-// Count a piece, and put off the deadline.
-bool note_passage(PyObject* self, CutThrough* it, Py_ssize_t size) {
-  PyObject* now = PyObject_GetAttr(it->watch, kNow);
-  if (now == nullptr) return false;
-  const double moment = PyFloat_AsDouble(now);
-  Py_DECREF(now);
-  if (moment == -1.0 && PyErr_Occurred()) return false;
-  PyObject* deadline = PyFloat_FromDouble(moment + it->idle_s);
-  if (deadline == nullptr) return false;
-  const int set = PyObject_SetAttr(self, kDeadline, deadline);
-  Py_DECREF(deadline);
-  if (set < 0) return false;
-  PyObject* sent = PyObject_GetAttr(it->counted, kBytesSent);
-  if (sent == nullptr) return false;
-  const Py_ssize_t before = PyLong_AsSsize_t(sent);
-  Py_DECREF(sent);
-  if (before == -1 && PyErr_Occurred()) return false;
-  PyObject* after = PyLong_FromSsize_t(before + size);
-  if (after == nullptr) return false;
-  const int counted = PyObject_SetAttr(it->counted, kBytesSent, after);
-  Py_DECREF(after);
-  return counted == 0;
-}
-
-// Whether nothing that was written before waits in the transport, and it is not closing; -1: error.
-// Its socket is open then: a transport closes it after its protocol was told (`connection_lost`),
-// which ends what is sent here.
-int is_idle(PyObject* transport) {
-  PyObject* closing = PyObject_CallMethodObjArgs(transport, kIsClosing, nullptr);
-  if (closing == nullptr) return -1;
-  const int closes = PyObject_IsTrue(closing);
-  Py_DECREF(closing);
-  if (closes != 0) return closes < 0 ? -1 : 0;
-  PyObject* waiting = PyObject_CallMethodObjArgs(transport, kGetWriteBufferSize, nullptr);
-  if (waiting == nullptr) return -1;
-  const int waits = PyObject_IsTrue(waiting);
-  Py_DECREF(waiting);
-  return waits < 0 ? -1 : !waits;
-}
-
-// Send bytes at once, and by the transport what does not go at once.
-PyObject* send_on(PyObject* transport, int fd, PyObject* data, const char* bytes, Py_ssize_t size) {
-  Py_ssize_t sent = 0;
-  if (fd >= 0) {
-    const int idle = is_idle(transport);
-    if (idle < 0) return nullptr;
-    if (idle) sent = send(fd, bytes, static_cast<size_t>(size), MSG_DONTWAIT | MSG_NOSIGNAL);
-    if (sent == size) Py_RETURN_NONE;
-  }
-  // An error, too, is the transport's to meet and to tell.
-  if (sent <= 0) return PyObject_CallMethodObjArgs(transport, kWrite, data, nullptr);
-  PyObject* rest = PyBytes_FromStringAndSize(bytes + sent, size - sent);
-  if (rest == nullptr) return nullptr;
-  PyObject* done = PyObject_CallMethodObjArgs(transport, kWrite, rest, nullptr);
-  Py_DECREF(rest);
-  return done;
-}
-
-PyObject* data_received(PyObject* self, PyObject* data) {
-  CutThrough* it = of(self);
-  if (it->transport != nullptr && PyBytes_Check(data)) {
-    char* bytes;
-    Py_ssize_t size;
-    if (PyBytes_AsStringAndSize(data, &bytes, &size) < 0) return nullptr;
-    if (are_plain_events(bytes, bytes + size)) {
-      // First: writing may pause the connection, which sets another deadline.
-      if (!note_passage(self, it, size)) return nullptr;
-      PyObject* transport = Py_NewRef(it->transport);
-      PyObject* done = send_on(transport, it->fd, data, bytes, size);
-      Py_DECREF(transport);
-      return done;
-    }
-  }
-  return PyObject_CallMethodObjArgs(self, kTakeIn, data, nullptr);
-}
-
-PyObject* send_now(PyObject*, PyObject* const* args, Py_ssize_t count) {
-  if (count != 3) {
-    PyErr_SetString(PyExc_TypeError, "send_now(transport, fd, data)");
-    return nullptr;
-  }
-  const long fd = PyLong_AsLong(args[1]);
-  if (fd == -1 && PyErr_Occurred()) return nullptr;
-  char* bytes;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(args[2], &bytes, &size) < 0) return nullptr;
-  return send_on(args[0], static_cast<int>(fd), args[2], bytes, size);
-}
-
-PyMethodDef cut_through_methods[] = {
-    {"data_received", data_received, METH_O, nullptr},
-    {"cut_through", cut_through, METH_VARARGS, nullptr},
-    {"take_all_in", take_all_in, METH_NOARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyType_Slot cut_through_slots[] = {
-    {Py_tp_methods, cut_through_methods},
-    {Py_tp_traverse, reinterpret_cast<void*>(cut_through_traverse)},
-    {Py_tp_clear, reinterpret_cast<void*>(cut_through_clear)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(cut_through_dealloc)},
-    {0, nullptr},
-};
-
-PyType_Spec cut_through_spec = {
-    "mural_router.http._scan.CutThrough", sizeof(CutThrough), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC, cut_through_slots};
-
 PyMethodDef methods[] = {
     {"scan_request", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(scan_request)),
      METH_FASTCALL, nullptr},
     {"scan_answer", scan_answer, METH_O, nullptr},
     {"scan_answer_head", scan_answer_head, METH_O, nullptr},
-    {"scan_events", scan_events, METH_O, nullptr},
+    {"scan_events", mural::scan_events, METH_O, nullptr},
     {"send_now", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(send_now)),
      METH_FASTCALL, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
 int fill(PyObject* module) {
-  kTakeIn = PyUnicode_InternFromString("take_in");
-  kDeadline = PyUnicode_InternFromString("deadline");
-  kNow = PyUnicode_InternFromString("now");
-  kBytesSent = PyUnicode_InternFromString("bytes_sent");
-  kWrite = PyUnicode_InternFromString("write");
-  kIsClosing = PyUnicode_InternFromString("is_closing");
-  kGetWriteBufferSize = PyUnicode_InternFromString("get_write_buffer_size");
-  if (!kTakeIn || !kDeadline || !kNow || !kBytesSent) return -1;
-  if (!kWrite || !kIsClosing || !kGetWriteBufferSize) return -1;
-  PyObject* type = PyType_FromModuleAndSpec(module, &cut_through_spec, nullptr);
-  if (type == nullptr) return -1;
-  const int added = PyModule_AddObjectRef(module, "CutThrough", type);
-  Py_DECREF(type);
-  if (added < 0) return -1;
+  if (mural::add_cut_through(module) < 0) return -1;
   return PyModule_AddStringConstant(module, "SOURCE_DIGEST", MURAL_SOURCE_DIGEST);
 }
 

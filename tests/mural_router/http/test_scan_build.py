@@ -20,7 +20,8 @@ LIBRARY = Path("router", "mural_router", "http", "_scan.abi3.so")
 SOURCES = Path("router", "native")
 NEEDED = (
     SOURCES / "build.py",
-    SOURCES / "scan.cpp",
+    *(SOURCES / name for name in ("scan.cpp", "cut_through.cpp")),
+    *(SOURCES / name for name in ("cut_through.h", "json.h", "text.h")),
     Path("server", "native", "build.py"),
     Path("server", "mural_server", "ops", "native", "source_digest.py"),
 )
