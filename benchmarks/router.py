@@ -20,6 +20,7 @@ import json
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,11 +137,20 @@ class Loads:
         # Two seconds to open them, and the rest with all of them open.
         seconds = 2 + 5 * self.seconds / 3
         options = {"connections": self.streams, "seconds": seconds, "pace-s": PACE_S}
+        began, stolen_s = time.monotonic(), stolen_cpu_s()
         report, spent = self.run(sut, "streams", **options)
+        cores_s = (time.monotonic() - began) * (os.cpu_count() or 1)
+        row.add("stolen", (stolen_cpu_s() - stolen_s) / cores_s * 100)
         row.add("chunk CPU", spent / (self.streams * int(seconds / PACE_S)) * 1e6)
         for share, gap_us in percentiles(report.gaps_us).items():
             row.add(f"gap {share}", gap_us / 1000)
         row.add("memory", sut.memory_mb())
+
+
+def stolen_cpu_s() -> float:
+    """What a hypervisor has given of all cores to others so far (`proc_stat(5)`, steal)."""
+    fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def counts(port: int) -> tuple[int, int]:
@@ -214,9 +224,11 @@ def gaps(rows: dict[str, Row]) -> Iterable[str]:
     for name, row in rows.items():
         longer = row.differences("gap p95", rows[ALONE])
         if name != ALONE and longer:
+            each = ", ".join(f"{one:+.2f}" for one in sorted(longer))
             yield (
                 f"{name}: gap p95 {statistics.median(longer):+.2f} ms to {ALONE} in the same round "
-                f"(median; {min(longer):+.2f} to {max(longer):+.2f})"
+                f"(median of {each}); a hypervisor gave {row.median('stolen') or 0:.1f} % of all "
+                "cores to others meanwhile"
             )
 
 

@@ -142,11 +142,12 @@ def test_a_router_near_the_load_s_ceiling_is_warned_of() -> None:
 def test_gaps_are_compared_with_direct_within_a_round() -> None:
     rows = {
         "direct": Row({"gap p95": [51.0, 60.0, 52.0]}),
-        "mural": Row({"gap p95": [51.5, 60.25, 53.0]}),
+        "mural": Row({"gap p95": [51.5, 60.25, 53.0], "stolen": [0.0, 9.0, 1.25]}),
     }
     # The medians themselves are 1 ms apart.
     assert list(gaps(rows)) == [
-        "mural: gap p95 +0.50 ms to direct in the same round (median; +0.25 to +1.00)"
+        "mural: gap p95 +0.50 ms to direct in the same round (median of +0.25, +0.50, +1.00); a "
+        "hypervisor gave 1.2 % of all cores to others meanwhile"
     ]
 
 
