@@ -17,6 +17,7 @@ from mural_resolvers.errors import InvalidInput
 from mural_router import up as module
 from mural_router.up import Child, Plan, Supervisor, make_plan, up
 from mural_server.models import location
+from tests.model_folder import make_model_folder
 
 # Says when it starts and ends; ends at once where a file tells it to.
 SCRIPT = """
@@ -181,11 +182,7 @@ def upped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Upped:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return folder
+    return make_model_folder(tmp_path)
 
 
 def told(upped: Upped, capfd: pytest.CaptureFixture[str], *flags: str) -> str:

@@ -15,6 +15,7 @@ import pytest
 from mural_server import commands
 from mural_server.commands import serve
 from mural_server.settings import EngineSettings
+from tests.model_folder import make_model_folder
 
 KEY = ("--api-key", "an-admin-key")
 
@@ -34,11 +35,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
-    return folder
+    return make_model_folder(tmp_path)
 
 
 def served(*flags: str) -> int:

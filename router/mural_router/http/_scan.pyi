@@ -1,7 +1,5 @@
-import asyncio
-
-from mural_router.http.cut_through import Counted
-from mural_router.http.watch import Watch
+from mural_router.http.cut_through import CutThrough as CutThrough
+from mural_router.http.cut_through import send_now as send_now
 
 SOURCE_DIGEST: str
 """Of `router/native`, when it was built."""
@@ -12,17 +10,3 @@ def scan_request(
 def scan_answer(data: bytes, /) -> tuple[bytes, int, bool] | None: ...
 def scan_answer_head(data: bytes, /) -> bool: ...
 def scan_events(data: bytes, /) -> bool: ...
-def send_now(transport: asyncio.Transport, fd: int, data: bytes, /) -> None: ...
-
-class CutThrough:
-    def data_received(self, data: bytes, /) -> None: ...
-    def cut_through(
-        self,
-        transport: asyncio.Transport,
-        fd: int,
-        counted: Counted,
-        watch: Watch,
-        idle_s: float,
-        /,
-    ) -> None: ...
-    def take_all_in(self) -> None: ...
